@@ -1,0 +1,297 @@
+"""`dschat`: parse, call, print. Prefect, torch and pandas are imported only in the commands that need them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dschat_core.config import STAGES, RunConfig, Stage, load_config
+from dschat_core.errors import ConfigError, DschatError, ExitCode, IntegrityError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="From raw dialogues to an aligned, evaluated, published chat model.",
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; progress goes to stderr.")]
+Config = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
+RunName = Annotated[str, typer.Argument(help="A run's folder or name.", metavar="RUN")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="One-off change `a.b=value`; may be repeated.")]
+Runs = Annotated[str, typer.Option("--runs", help="Folder that holds the runs' folders.")]
+
+STATE_STYLE = {"done": "green", "reused": "cyan", "running": "yellow", "failed": "bold red", "pending": "dim"}
+
+
+def main() -> None:
+    """The console script: typer's own usage errors exit with 20 like ours."""
+    try:
+        code = app(standalone_mode=False)
+    except (typer.Exit, SystemExit) as error:
+        code = getattr(error, "exit_code", getattr(error, "code", 0))
+    except typer.Abort:
+        code = ExitCode.INTERRUPTED
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        Console(stderr=True).print(f"error: {error.format_message()}\n  next: dschat --help", markup=False)
+        code = ExitCode.CONFIG
+    sys.exit(int(code or 0))
+
+
+@app.command()
+def run(config: Config, set_: Sets = None, until: str | None = None, as_json: Json = False) -> None:
+    """Run the pipeline; stages whose artifact exists are reused, an interrupted one continues."""
+    with _errors(as_json):
+        resolved = load_config(config, set_ or [])
+        _run(resolved, str(config), set_ or [], _stage(until), as_json)
+
+
+@app.command()
+def resume(name: RunName, runs: Runs = "runs", as_json: Json = False) -> None:
+    """Continue a run with exactly the config and input it began with."""
+    with _errors(as_json):
+        from dschat_core.runs import CONFIG_FILE, find_run, read_state, saved_config
+
+        folder = find_run(name, runs)
+        resolved = saved_config(folder)
+        from flows.session import check_before_start
+        from tasks.inputs import refuse_changed_files
+
+        check_before_start(resolved)
+        refuse_changed_files(resolved, read_state(folder).inputs)
+        _run(resolved, str(folder / CONFIG_FILE), [], None, as_json)
+
+
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Argument(help="A run's folder or name; none: all runs.", metavar="[RUN]")] = None,
+    runs: Runs = "runs",
+    as_json: Json = False,
+) -> None:
+    """Where a run's stages stand."""
+    with _errors(as_json):
+        from dschat_core.runs import STATE_FILE, find_run
+        from dschat_core.runs import status as read_status
+
+        if name is None:
+            shown = [read_status(path.parent) for path in sorted(Path(runs).glob(f"*/{STATE_FILE}"))]
+            if as_json:
+                _print_json({"runs": shown})
+            for one in shown if not as_json else []:
+                _print_status(one)
+            if not shown and not as_json:
+                Console().print(f"no runs below {runs}/; dschat run CONFIG starts one", markup=False)
+            return
+        one = read_status(find_run(name, runs))
+        _print_json(one) if as_json else _print_status(one)
+
+
+@app.command()
+def validate(
+    files: Annotated[list[str], typer.Argument(help="Data files, globs or s3:// addresses.", metavar="FILE…")],
+    kind: Annotated[str | None, typer.Option(help="text, dialogues, preferences or prompts; none: detected.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Take the gates of this run's YAML file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Read data files, quarantine bad lines and apply the gates; exit 30 when a gate says no."""
+    with _errors(as_json):
+        from dschat_core.stages.validation import validate_files
+
+        from dschat_core.config import DATASETS, ValidationConfig
+
+        if kind is not None and kind not in DATASETS:
+            raise ConfigError(f"--kind {kind!r} is unknown", fix=f"one of {', '.join(DATASETS)}")
+        section = load_config(config).validation if config else ValidationConfig()
+        verdict = validate_files(files, section, kind)
+        _print_json(verdict) if as_json else _print_verdict(verdict)
+        if verdict["verdict"] == "fail":
+            raise typer.Exit(ExitCode.GATE)
+
+
+@app.command()
+def verify(
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder or s3:// address.")], as_json: Json = False
+) -> None:
+    """Hash every file of an artifact; exit 22 naming those that changed."""
+    with _errors(as_json):
+        from dschat_core.artifacts import load_artifact
+        from dschat_core.artifacts import verify as find_problems
+
+        problems = find_problems(artifact)
+        manifest = load_artifact(artifact).manifest
+        if as_json:
+            _print_json({"uri": artifact, "key": manifest.key, "files": len(manifest.files), "problems": problems})
+        elif not problems:
+            Console().print(f"{artifact}: {len(manifest.files)} files are what the manifest says", markup=False)
+        if problems and not as_json:
+            raise IntegrityError(
+                "; ".join(problems), where=artifact, why="changed or damaged after it was committed", fix=_REBUILD
+            )
+        if problems:
+            raise typer.Exit(ExitCode.INTEGRITY)
+
+
+_REBUILD = "remove that artifact's folder, then dschat run its config again to rebuild it"
+
+
+@app.command()
+def report(name: RunName, runs: Runs = "runs", as_json: Json = False) -> None:
+    """Draw the run's report anew and print where it is."""
+    with _errors(as_json):
+        from dschat_core.runs import REPORT_FILE, find_run, saved_config
+        from flows.session import write_report
+
+        folder = find_run(name, runs)
+        write_report(saved_config(folder))
+        path = str(folder / REPORT_FILE)
+        _print_json({"run": folder.name, "report": path}) if as_json else Console().print(path, markup=False)
+
+
+@app.command()
+def chat(
+    name: Annotated[str, typer.Argument(help="A run (its last model) or a model folder.", metavar="RUN|DIR")],
+    prompt: Annotated[str | None, typer.Option(help="Answer this and end; none: read from the terminal.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.7,
+    reply_limit: Annotated[int, typer.Option(min=1, help="Longest reply, in tokens.")] = 128,
+    seed: int = 0,
+    runs: Runs = "runs",
+    as_json: Json = False,
+) -> None:
+    """Talk to a model of the pipeline."""
+    with _errors(as_json):
+        from dschat_core.chat import Chat, model_folder
+
+        session = Chat(model_folder(name, runs), temperature=temperature, reply_limit=reply_limit, seed=seed)
+        if prompt is not None:
+            reply = session.answer(prompt)
+            _print_json({"prompt": prompt, "reply": reply}) if as_json else print(reply)
+            return
+        console = Console()
+        console.print("Type a message; an empty line or Ctrl-D ends the chat.", style="dim")
+        while text := _read_line(console):
+            console.print(session.answer(text), markup=False, style="cyan")
+
+
+def _read_line(console: Console) -> str:
+    try:
+        return console.input("[bold]you> [/bold]").strip()
+    except EOFError:
+        return ""
+
+
+def _run(config: RunConfig, path: str, overrides: list[str], until: Stage | None, as_json: bool) -> None:
+    """Call the flow in this process, on Prefect's embedded server unless PREFECT_API_URL names one."""
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    # Our own console lines tell the story; Prefect's go to its server.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    from dschat_core.runs import status as read_status
+    from flows.session import check_before_start
+
+    check_before_start(config)
+    from flows.chat import chat_pipeline
+    from tasks.progress import use_console
+
+    use_console(Console(stderr=as_json))
+    signal.signal(signal.SIGTERM, _terminate)
+    chat_pipeline(path, overrides, until)
+    shown = read_status(config.folder)
+    _print_json(shown) if as_json else _print_status(shown)
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    # As an exception, so that the launcher's clean-up runs and the ranks write a checkpoint.
+    raise SystemExit(ExitCode.TERMINATED)
+
+
+def _stage(name: str | None) -> Stage | None:
+    for stage in STAGES:
+        if stage == name:
+            return stage
+    if name is not None:
+        raise ConfigError(f"--until {name!r} is not a stage", fix=f"one of {', '.join(STAGES)}")
+    return None
+
+
+@contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """Print our errors as a person or a program wants them, and exit with their code."""
+    try:
+        yield
+    except DschatError as error:
+        if as_json:
+            _print_json(error.as_dict())
+        console = Console(stderr=True)
+        console.print(f"[bold red]error:[/] {_escape(error.what)}", highlight=False, soft_wrap=True)
+        for label, text in error.details():
+            if text:
+                console.print(f"  [bold]{label}:[/] {_escape(text)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(int(error.exit_code)) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; run the same command again: finished work is reused", markup=False)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=1))
+
+
+def _print_status(shown: dict[str, Any]) -> None:
+    table = Table(title=f"run {shown['run']}", title_justify="left", box=None, pad_edge=False)
+    for column in ("stage", "state", "time", "artifact"):
+        table.add_column(column, justify="right" if column == "time" else "left", no_wrap=column != "artifact")
+    for row in shown["stages"]:
+        style = STATE_STYLE[row["state"]]
+        table.add_row(row["stage"], f"[{style}]{row['state']}[/]", f"{row['wall_s']:.1f} s", _escape(row["uri"] or ""))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    if error := shown.get("error"):
+        console.print(f"error: {error['error']}\n  next: {error['next']}", markup=False, highlight=False)
+
+
+def _print_verdict(verdict: dict[str, Any]) -> None:
+    console = Console()
+    console.print(
+        f"{verdict['lines']} lines: {verdict['accepted']} accepted, {verdict['quarantined']} quarantined, "
+        f"{verdict['blank']} blank",
+        markup=False,
+    )
+    for reason, count in sorted(verdict["reasons"].items()):
+        console.print(f"  quarantined {count}: {reason}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("gate", "count", "rate", "upper bound", "threshold", "action", "verdict"):
+        table.add_column(column)
+    for name, gate in verdict["gates"].items():
+        table.add_row(
+            name,
+            str(gate["count"]),
+            f"{gate['rate']:.3%}",
+            f"{gate['upper']:.3%}" if gate.get("upper") is not None else "",
+            f"{gate['threshold']:.3%}",
+            gate["action"],
+            gate["verdict"],
+        )
+    console.print(table)
+    console.print(f"verdict: {verdict['verdict']}", markup=False)
+
+
+if __name__ == "__main__":
+    main()
