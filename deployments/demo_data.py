@@ -33,6 +33,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,10 @@ def main(folder: Path) -> None:
         **{package: importlib.metadata.version(package) for package in PACKAGES},
     }
     record = folder / "made.json"
-    if record.exists() and (made := json.loads(record.read_text())) and made["by"] == made_by:
-        if all((folder / name).is_file() for name in made["rows"]):
-            print(f"{folder} is up to date")
-            return
+    made = json.loads(record.read_text()) if record.exists() else {"by": None, "rows": {}}
+    if made["by"] == made_by and all((folder / name).is_file() for name in made["rows"]):
+        print(f"{folder} is up to date")
+        return
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -209,10 +210,10 @@ def num_tokens(words: Turns, word_tokens: Callable[[str], int]) -> int:
 def shuffled(words: Turns, _: Turns, rng: random.Random, word_tokens: Callable[[str], int]) -> Turns | None:
     """Another order in which at least half of the words have another neighbour."""
     length = num_tokens(words, word_tokens)
-    neighbours = set(zip(words, words[1:], strict=False))
+    neighbours = set(pairwise(words))
     for _ in range(20):
         order = rng.sample(words, len(words))
-        kept = sum(pair in neighbours for pair in zip(order, order[1:], strict=False))
+        kept = sum(pair in neighbours for pair in pairwise(order))
         if kept <= (len(words) - 1) // 4 and num_tokens(order, word_tokens) == length:
             return order
     return None

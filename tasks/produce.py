@@ -20,7 +20,7 @@ from dschat_core.cluster.job import Job, Supervisor
 from dschat_core.cluster.launch import launch, resolve_layout
 from dschat_core.config import RuntimeConfig, Section, Stage
 from dschat_core.errors import ConfigError, DschatError, ExitCode, OutOfMemoryError, PreemptedError
-from dschat_core.report import stage_markdown
+from dschat_core.report.markdown import stage_markdown
 from dschat_core.runs import RunFolder
 from tasks.progress import Reporter, reporting
 

@@ -25,7 +25,7 @@ from dschat_core.config import Section, TokenizationConfig
 from dschat_core.stages.tokenization import tokenization
 
 WORDS = (
-    "sun moon tree river stone bread music letter garden window paper story road cloud lamp bird horse chair".split()
+    ["sun", "moon", "tree", "river", "stone", "bread", "music", "letter", "garden", "window", "paper", "story", "road", "cloud", "lamp", "bird", "horse", "chair"]
 )
 PRELOADED = ["torch", "deepspeed", "transformers.models.llama.modeling_llama", "dschat_core.train.next_token"]
 

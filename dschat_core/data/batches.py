@@ -47,7 +47,9 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-def packed_rows(lengths: Sequence[int] | np.ndarray, max_length: int, *, window: int = PACKING_WINDOW) -> list[list[int]]:
+def packed_rows(
+    lengths: Sequence[int] | np.ndarray, max_length: int, *, window: int = PACKING_WINDOW
+) -> list[list[int]]:
     """Samples put together into rows of at most `max_length` tokens: best fit, longest first, window by window.
 
     Args:

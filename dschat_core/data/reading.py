@@ -207,27 +207,24 @@ def _why_not_json(raw: bytes) -> str:
         return "json_truncated" if at_end or error.msg.startswith("Unterminated string") else "json_syntax"
     except (RecursionError, ValueError):
         return "json_syntax"
-    if odd or _has_infinity(value):
+    if odd or not _survives(value, allow_nan=False):
         return "not_finite"
-    return "lone_surrogate" if _has_surrogate(value) else "json_syntax"
+    return "json_syntax" if _survives(value, allow_nan=True) else "lone_surrogate"
 
 
-def _has_infinity(value: Any) -> bool:
-    text = json.dumps(value)
-    return "Infinity" in text.replace('"Infinity"', "")
-
-
-def _has_surrogate(value: Any) -> bool:
+def _survives(value: Any, *, allow_nan: bool) -> bool:
+    """Whether a value can be written again: without `allow_nan` not if a number overflowed, never if text is not UTF-8."""
     try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+        text = json.dumps(value, ensure_ascii=not allow_nan, allow_nan=allow_nan)
+        text.encode("utf-8")
+    except ValueError:
+        return False
+    return True
 
 
 def _read_parquet(uri: str) -> Iterator[Record]:
-    import pyarrow
     import pyarrow.parquet
+    from pyarrow.lib import ArrowInvalid
 
     line = 0
     try:
@@ -236,7 +233,10 @@ def _read_parquet(uri: str) -> Iterator[Record]:
                 for value in batch.to_pylist():
                     line += 1
                     yield Record(uri, line, None, b"", value)
-    except pyarrow.ArrowInvalid as error:
+    except ArrowInvalid as error:
         raise ConfigError(
-            f"{uri} is not a readable parquet file", where=f"after row {line}", why=str(error), fix="make the file again"
+            f"{uri} is not a readable parquet file",
+            where=f"after row {line}",
+            why=str(error),
+            fix="make the file again",
         ) from error

@@ -12,7 +12,9 @@ known. Contents are stripped of white space at both ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from dschat_core.config import Dataset
@@ -31,7 +33,7 @@ ROLES = {
 Row = dict[str, Any]
 
 
-class RejectedRow(ValueError):
+class RejectedRowError(ValueError):
     """A record that is not a row of its data set; `reason` is a code such as `empty_output`."""
 
     def __init__(self, reason: str) -> None:
@@ -40,17 +42,14 @@ class RejectedRow(ValueError):
 
 
 def normalise(kind: Dataset, record: dict[str, Any]) -> Row:
-    """The record as a row of the data set. Raises RejectedRow with the reason code."""
+    """The record as a row of the data set. Raises RejectedRowError with the reason code."""
     return NORMALISERS[kind](record)
 
 
 def detect_kind(records: Iterable[Any]) -> Dataset | None:
     """The data set that most of the records look like, by their keys; None if none looks like any."""
-    votes: dict[Dataset, int] = {}
-    for record in records:
-        if isinstance(record, dict) and (kind := _kind_of(record)) is not None:
-            votes[kind] = votes.get(kind, 0) + 1
-    return max(votes, key=lambda kind: votes[kind]) if votes else None
+    kinds = [kind for record in records if isinstance(record, dict) and (kind := _kind_of(record)) is not None]
+    return Counter(kinds).most_common(1)[0][0] if kinds else None
 
 
 def _kind_of(record: dict[str, Any]) -> Dataset | None:
@@ -93,7 +92,7 @@ def _dialogue(record: dict[str, Any]) -> Row:
         messages.append(_message("assistant", _content(record, "output")))
     _check_order(messages)
     if messages[-1]["role"] != "assistant":
-        raise RejectedRow("ends_on_user")
+        raise RejectedRowError("ends_on_user")
     return {"messages": messages}
 
 
@@ -107,18 +106,18 @@ def _preference(record: dict[str, Any]) -> Row:
             continue
         turns = _messages(value)
         if turns[-1]["role"] != "assistant":
-            raise RejectedRow(f"{side}_ends_on_user")
+            raise RejectedRowError(f"{side}_ends_on_user")
         # Some sets repeat the prompt in both lists, instead of or as well as beside them.
         before = turns[:-1]
         if before and prompt is not None and before != prompt:
-            raise RejectedRow("prompts_differ")
+            raise RejectedRowError("prompts_differ")
         prompt = prompt if prompt is not None else before
         replies[side] = turns[-1]["content"]
     if not prompt:
-        raise RejectedRow("missing_prompt")
+        raise RejectedRowError("missing_prompt")
     _check_prompt(prompt)
     if replies["chosen"] == replies["rejected"]:
-        raise RejectedRow("chosen_equals_rejected")
+        raise RejectedRowError("chosen_equals_rejected")
     kind = record.get("kind")
     return {"messages": prompt, **replies, "kind": kind if isinstance(kind, str) else None}
 
@@ -131,7 +130,7 @@ def _prompt(record: dict[str, Any]) -> Row:
     else:
         messages = _prompt_messages(record, required=True) or []
     if not messages:
-        raise RejectedRow("no_user_turn")
+        raise RejectedRowError("no_user_turn")
     _check_prompt(messages)
     return {"messages": messages}
 
@@ -147,35 +146,35 @@ def _message_list(record: dict[str, Any]) -> list[Any] | None:
     for key in ("messages", "conversations"):
         if key in record:
             if not isinstance(record[key], list):
-                raise RejectedRow(f"{key}_not_list")
+                raise RejectedRowError(f"{key}_not_list")
             return record[key]
     return None
 
 
 def _content(record: dict[str, Any], field: str) -> str:
     if record.get(field) is None:
-        raise RejectedRow(f"missing_{field}")
+        raise RejectedRowError(f"missing_{field}")
     value = record[field]
     if not isinstance(value, str):
-        raise RejectedRow(f"{field}_not_text")
+        raise RejectedRowError(f"{field}_not_text")
     if "\0" in value:
-        raise RejectedRow("nul_character")
+        raise RejectedRowError("nul_character")
     value = value.strip()
     if not value:
-        raise RejectedRow(f"empty_{field}")
+        raise RejectedRowError(f"empty_{field}")
     return value
 
 
 def _messages(turns: list[Any]) -> list[dict[str, str]]:
     if not turns:
-        raise RejectedRow("no_messages")
+        raise RejectedRowError("no_messages")
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):
-            raise RejectedRow("message_not_object")
+            raise RejectedRowError("message_not_object")
         role = turn.get("role", turn.get("from"))
         if not isinstance(role, str) or role.lower() not in ROLES:
-            raise RejectedRow("unknown_role")
+            raise RejectedRowError("unknown_role")
         field = "value" if "value" in turn and "content" not in turn else "content"
         messages.append(_message(ROLES[role.lower()], _content(turn, field)))
     return messages
@@ -186,10 +185,10 @@ def _history(record: dict[str, Any]) -> list[dict[str, str]]:
     messages = [_message("system", _content(record, "system"))] if record.get("system") else []
     history = record.get("history") or []
     if not isinstance(history, list):
-        raise RejectedRow("history_not_list")
+        raise RejectedRowError("history_not_list")
     for exchange in history:
         if not isinstance(exchange, list) or len(exchange) != 2:
-            raise RejectedRow("history_not_pairs")
+            raise RejectedRowError("history_not_pairs")
         said = dict(zip(("user", "assistant"), exchange, strict=True))
         messages += [_message(role, _content({"history": text}, "history")) for role, text in said.items()]
     return messages
@@ -207,16 +206,16 @@ def _prompt_messages(record: dict[str, Any], *, required: bool) -> list[dict[str
 def _check_prompt(messages: list[dict[str, str]]) -> None:
     _check_order(messages)
     if messages[-1]["role"] != "user":
-        raise RejectedRow("ends_on_assistant")
+        raise RejectedRowError("ends_on_assistant")
 
 
 def _check_order(messages: list[dict[str, str]]) -> None:
     turns = messages[1:] if messages[0]["role"] == "system" else messages
     if any(turn["role"] == "system" for turn in turns):
-        raise RejectedRow("system_not_first")
+        raise RejectedRowError("system_not_first")
     if not turns:
-        raise RejectedRow("no_user_turn")
+        raise RejectedRowError("no_user_turn")
     if turns[0]["role"] != "user":
-        raise RejectedRow("starts_on_assistant")
-    if any(a["role"] == b["role"] for a, b in zip(turns, turns[1:], strict=False)):
-        raise RejectedRow("turns_not_alternating")
+        raise RejectedRowError("starts_on_assistant")
+    if any(a["role"] == b["role"] for a, b in pairwise(turns)):
+        raise RejectedRowError("turns_not_alternating")

@@ -44,7 +44,9 @@ class ShardWriter:
         masks: `rows`: each row brings its mask; `all`: every token but a row's first is trained; `none`: none is.
     """
 
-    def __init__(self, folder: Path, *, vocab_size: int, masks: Masks, shard_bytes: int, has_meta: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, vocab_size: int, masks: Masks, shard_bytes: int, has_meta: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
@@ -79,7 +81,8 @@ class ShardWriter:
             self._begin()
         self._open["bin"].write(ids.astype(self.dtype).tobytes())
         if self.masks == "rows":
-            assert mask is not None and len(mask) == len(ids)
+            assert mask is not None
+            assert len(mask) == len(ids)
             self._open["mask"].write(mask.astype(np.uint8).tobytes())
             num_targets = int(mask[1:].sum())
         else:
@@ -200,10 +203,10 @@ class ShardReader:
     def mask(self, row: int) -> np.ndarray:
         """Where a row's tokens are trained, bool (T,): mask[t] speaks of token t itself, predicted from those before."""
         shard, start, end = self._locate(row)
-        if self.index["masks"] == "rows":
-            mask = self._masks[shard][start:end].astype(bool)
-        else:
+        if self.index["masks"] != "rows":
             mask = np.full(end - start, self.index["masks"] == "all")
+        else:
+            mask = self._masks[shard][start:end].astype(bool)
         mask[:1] = False
         return mask
 

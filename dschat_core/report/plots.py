@@ -96,7 +96,8 @@ class Chart:
                 fontsize=8,
             )
         axes.set_xlabel(self.x_label)
-        axes.set_ylabel(self.y_label)
+        # Upright above the axis: set sideways it runs into the tick labels when the page's font is wider than ours.
+        axes.set_title(self.y_label, loc="left", color=MUTED, fontsize=8.5)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)

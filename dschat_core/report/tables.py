@@ -175,7 +175,7 @@ def limits_table(limits: Sequence[Mapping[str, Any]]) -> Table | None:
         "Publishing limits",
         ("measure", "measured", "limit"),
         tuple(
-            (row["measure"], number(row["value"], 4), f"{row['bound']} {number(float(row['threshold']), 4)}")
+            (row["measure"], f"{row['value']:.4g}", f"{row['bound']} {row['threshold']:g}")
             for row in limits
         ),
         "The model was published because every limit holds.",

@@ -23,6 +23,7 @@ section is null and the figure is absent from the headline.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ def evaluation(job: Job) -> Product:
     progress.done("flaws")
     if is_main():
         _write(Path(job.output_dir), result, everything)
-    return Product({"evaluation": ["evaluation.json", "samples.jsonl"]}, result["headline"])
+        shutil.copyfile(job.metrics_path, Path(job.output_dir) / "metrics.jsonl")
+    parts = {"evaluation": ["evaluation.json", "samples.jsonl"], "metrics": ["metrics.jsonl"]}
+    return Product(parts, result["headline"])
 
 
 def _order(item: tuple[str, Any]) -> int:
@@ -132,7 +135,8 @@ def _prompts(job: Job, section: EvaluationConfig, tokenizer: ChatTokenizer) -> l
 def _load(folder: Path) -> Any:
     # On a CPU bf16 is many times slower than fp32, whatever the weights were saved in.
     dtype: Any = "auto" if torch.cuda.is_available() else torch.float32
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device()).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.to(device()).eval()
 
 
 def _baselines(job: Job, text: HeldOut) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def _reward(job: Job, pairs: list[Pair], replies: list[Reply], tokenizer: ChatTo
     """Score the replies in place; returns the accuracy on the pairs, None without a reward model."""
     if "reward" not in job.inputs:
         return None
-    model = RewardModel.load(job.input("reward"))
+    model = RewardModel.load(job.input("reward")).to(device())
     for reply, score in zip(
         replies, measures.reward_scores(model, [r.row for r in replies], tokenizer.pad_id), strict=True
     ):
@@ -210,7 +214,7 @@ def _find_flaws(job: Job, pairs: list[Pair], replies: list[Reply], tokenizer: Ch
     )
     for reply, named in zip(replies, found, strict=True):
         reply.flaws = list(named)
-        reply.toxic = toxicity.is_toxic(reply.text)
+        reply.toxic = toxicity.toxic_span(reply.text) is not None
     return measures.detector_quality(pairs, order, tokenizer) if pairs else None
 
 

@@ -58,7 +58,9 @@ def tokenization(
         ConfigError: no data to train a tokenizer on, or a base model whose tokenizer or template can't be used.
         GateError: no row of a training part fits into `max_length`.
     """
-    parts = {"tokenizer": [f"tokenizer/{name}" for name in _make_tokenizer(section, inputs, out / "tokenizer", progress)]}
+    parts = {
+        "tokenizer": [f"tokenizer/{name}" for name in _make_tokenizer(section, inputs, out / "tokenizer", progress)]
+    }
     tokenizer = load_tokenizer(out / "tokenizer")
     sizes = token_bytes(tokenizer)
     data: dict[str, Any] = {}
@@ -167,9 +169,7 @@ def _fit_dialogue(
     return None
 
 
-def _contents_of(
-    kept: list[Message], messages: list[Message], contents: list[list[int]], end: int
-) -> list[list[int]]:
+def _contents_of(kept: list[Message], messages: list[Message], contents: list[list[int]], end: int) -> list[list[int]]:
     """The encoded contents of an end of `messages[:end]` as `shorter` makes it."""
     system = 1 if kept[0]["role"] == "system" else 0
     return contents[:system] + contents[end - (len(kept) - system) : end]
@@ -180,7 +180,9 @@ def encode_preference_rows(
 ) -> Iterator[Encoded]:
     """Two rows per pair, chosen first, after the same prompt; only the reply is marked."""
     dialogues = [
-        [*row["messages"], {"role": "assistant", "content": row[side]}] for row in rows for side in ("chosen", "rejected")
+        [*row["messages"], {"role": "assistant", "content": row[side]}]
+        for row in rows
+        for side in ("chosen", "rejected")
     ]
     encoded = _encoded_contents(tokenizer, dialogues)
     for row, (chosen, chosen_ids), (rejected, rejected_ids) in zip(rows, encoded[::2], encoded[1::2], strict=True):

@@ -148,7 +148,6 @@ def _buckets(signatures: np.ndarray) -> Iterator[list[int]]:
         for column in range(BAND_ROWS):
             keys = keys * _BASE + rows[:, column]
         order = np.argsort(keys, kind="stable")
-        edges = np.flatnonzero(np.diff(keys[order])) + 1
-        for group in np.split(order, edges):
-            if len(group) > 1:
-                yield group.tolist()
+        edges = np.concatenate([[0], np.flatnonzero(np.diff(keys[order])) + 1, [len(order)]])
+        for group in np.flatnonzero(np.diff(edges) > 1):
+            yield order[edges[group] : edges[group + 1]].tolist()
