@@ -18,8 +18,8 @@ preferences  the human reply is chosen; rejected is a flawed text, its `kind` in
              of fewer words says little.
 prompts      the turns before a reply, the last of them the user's
 
-5,988 conversations carry ratings (wit, mood, interest; most of them left where the form started), which are not used:
-nothing is chosen or left out by them. Files are rewritten only when this script or a package has changed.
+5,988 conversations carry ratings of wit, mood and interest (3,705 of those in which both sides spoke; half stand where
+the form started). They are not used: nothing is chosen or left out by them. Files are rewritten only when this script or a package has changed.
 """
 
 from __future__ import annotations

@@ -24,9 +24,26 @@ from dschat_core.cluster.job import Job, Supervisor
 from dschat_core.config import Section, TokenizationConfig
 from dschat_core.stages.tokenization import tokenization
 
-WORDS = (
-    ["sun", "moon", "tree", "river", "stone", "bread", "music", "letter", "garden", "window", "paper", "story", "road", "cloud", "lamp", "bird", "horse", "chair"]
-)
+WORDS = [
+    "sun",
+    "moon",
+    "tree",
+    "river",
+    "stone",
+    "bread",
+    "music",
+    "letter",
+    "garden",
+    "window",
+    "paper",
+    "story",
+    "road",
+    "cloud",
+    "lamp",
+    "bird",
+    "horse",
+    "chair",
+]
 PRELOADED = ["torch", "deepspeed", "transformers.models.llama.modeling_llama", "dschat_core.train.next_token"]
 
 TINY_MODEL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "context_length": 64}

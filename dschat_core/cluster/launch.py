@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from pydantic import ValidationError
 
 from dschat_core.cluster.job import Completion, Job
@@ -242,13 +243,25 @@ def _running(command: list[str], environment: dict[str, str]) -> Iterator[subpro
     try:
         yield process
     finally:
-        if process.poll() is None:
-            # Ranks checkpoint at the next step boundary on SIGTERM.
+        # Ranks checkpoint at the next step boundary on SIGTERM; the launcher itself dies at once, so its group is watched.
+        if _group(process):
             _signal_group(process, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_GRACE_S)
-        _signal_group(process, signal.SIGKILL)
+            deadline = time.monotonic() + STOP_GRACE_S
+            while _group(process) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            _signal_group(process, signal.SIGKILL)
         process.wait()
+
+
+def _group(process: subprocess.Popen[str]) -> list[int]:
+    """Pids of the living members of the launcher's process group."""
+    process.poll()
+    members = []
+    for candidate in psutil.process_iter(["status"]):
+        with suppress(OSError):
+            if os.getpgid(candidate.pid) == process.pid and candidate.info["status"] != psutil.STATUS_ZOMBIE:
+                members.append(candidate.pid)
+    return members
 
 
 def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:

@@ -32,7 +32,7 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+(?:['’][^\W_{_CJK}]+)*")
 _UNIT = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+(?:['’][^\W_{_CJK}]+)*|[.,!?;:。，！？；：]")
 _ITEM = re.compile(rf"[{_CJK}][^\s{_CJK}\w]*|[^\s{_CJK}]+")
 
-MIN_LOOP_WORDS = 4
+MIN_LOOP_WORDS = 5
 MIN_LOOP_SHARE = 0.5
 MIN_PARROT_WORDS = 4
 MIN_PARROT_SHARE = 0.6
@@ -64,7 +64,7 @@ def loop_share(text: str) -> float:
 
 
 def is_looped(text: str) -> bool:
-    """Whether half of a reply of four words or more is one phrase repeated."""
+    """Whether half of a reply of five words or more is one phrase repeated."""
     return len(words(text)) >= MIN_LOOP_WORDS and loop_share(text) >= MIN_LOOP_SHARE
 
 

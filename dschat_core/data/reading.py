@@ -87,7 +87,7 @@ def expand(pattern: str) -> list[str]:
             return [pattern]
         if not any(character in pattern for character in "*?["):
             return []
-        matches = sorted(path for path in files.glob(pattern) if files.isfile(path))
+        matches = sorted(path for path, entry in files.glob(pattern, detail=True).items() if entry["type"] == "file")
     if not storage.is_remote(pattern):
         return [str(path) for path in matches]
     scheme = pattern.split("://", 1)[0]
@@ -162,11 +162,49 @@ def _open(uri: str) -> IO[bytes]:
     if uri.lower().endswith(".gz"):
         return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
     if uri.lower().endswith(".zst"):
+        return cast("IO[bytes]", io.BufferedReader(_ZstdStream(file), 2**20))
+    # An s3fs file's own readline takes no limit.
+    return cast("IO[bytes]", io.BufferedReader(cast("io.RawIOBase", file), 2**20))
+
+
+class _ZstdStream(io.RawIOBase):
+    """Zstandard frames as a stream. The library's own reader takes a file that is cut short for one that ends."""
+
+    # Zeros pack 1 : 32,768, so this many bytes at a time never become more than 64 MiB.
+    _STEP_BYTES = 2048
+
+    def __init__(self, file: IO[bytes]) -> None:
         import zstandard
 
-        stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
-        return io.BufferedReader(cast("io.RawIOBase", stream), 2**20)
-    return file
+        self._file = file
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._packed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._packed or self._file.read(self._STEP_BYTES)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the last frame is cut short")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready = memoryview(self._frame.decompress(packed))
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _text_document(raw: bytes) -> tuple[Any, str | None]:
@@ -224,7 +262,6 @@ def _survives(value: Any, *, allow_nan: bool) -> bool:
 
 def _read_parquet(uri: str) -> Iterator[Record]:
     import pyarrow.parquet
-    from pyarrow.lib import ArrowInvalid
 
     line = 0
     try:
@@ -233,7 +270,7 @@ def _read_parquet(uri: str) -> Iterator[Record]:
                 for value in batch.to_pylist():
                     line += 1
                     yield Record(uri, line, None, b"", value)
-    except ArrowInvalid as error:
+    except ValueError as error:  # pyarrow's ArrowInvalid is one
         raise ConfigError(
             f"{uri} is not a readable parquet file",
             where=f"after row {line}",

@@ -203,10 +203,9 @@ class ShardReader:
     def mask(self, row: int) -> np.ndarray:
         """Where a row's tokens are trained, bool (T,): mask[t] speaks of token t itself, predicted from those before."""
         shard, start, end = self._locate(row)
-        if self.index["masks"] != "rows":
-            mask = np.full(end - start, self.index["masks"] == "all")
-        else:
-            mask = self._masks[shard][start:end].astype(bool)
+        mask = np.full(end - start, self.index["masks"] == "all")
+        if self.index["masks"] == "rows":
+            mask[:] = self._masks[shard][start:end]
         mask[:1] = False
         return mask
 

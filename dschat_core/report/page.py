@@ -323,6 +323,7 @@ class _Run:
                 for name, entry in (manifest.get("inputs") or {}).items()
             ]
             files = manifest.get("files") or {}
+            num_bytes = sum(entry.get("size_bytes", 0) for entry in files.values())
             rows.append(
                 {
                     "stage": stage,
@@ -330,7 +331,7 @@ class _Run:
                     "parents": parents,
                     "created": manifest.get("created_at", ""),
                     "run": manifest.get("run", ""),
-                    "files": f"{len(files)} file{'s' if len(files) != 1 else ''}, {_size(sum(entry.get('size_bytes', 0) for entry in files.values()))}",
+                    "files": f"{len(files)} file{'' if len(files) == 1 else 's'}, {_size(num_bytes)}",
                 }
             )
         return rows

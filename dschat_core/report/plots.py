@@ -61,6 +61,7 @@ class Chart:
         text = buffer.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
         text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text, count=1)
+        text = re.sub(r'<g id="[^"]*"', "<g", text)
         text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
         for colour, variable in VARIABLES.items():
             text = text.replace(colour, f"var({variable})")

@@ -174,9 +174,6 @@ def limits_table(limits: Sequence[Mapping[str, Any]]) -> Table | None:
     return Table(
         "Publishing limits",
         ("measure", "measured", "limit"),
-        tuple(
-            (row["measure"], f"{row['value']:.4g}", f"{row['bound']} {row['threshold']:g}")
-            for row in limits
-        ),
+        tuple((row["measure"], f"{row['value']:.4g}", f"{row['bound']} {row['threshold']:g}") for row in limits),
         "The model was published because every limit holds.",
     )

@@ -84,11 +84,7 @@ def evaluation(job: Job) -> Product:
         fixed[stage] = _fixed_replies(model, stage, section, tokenizer)
         if stage != "pretraining" and prompts:
             replies[stage] = _sample(model, stage, prompts, section, tokenizer)
-            for reply, nats in _judged(model, replies[stage], section):
-                reply.own_nats = nats
-        if stage == "sft":
-            for reply, nats in _judged(model, [r for rows in replies.values() for r in rows], section):
-                reply.sft_nats = nats
+            _judge(model, stage, replies, section.temperature)
         progress.done(stage)
         del model
     everything = [reply for rows in replies.values() for reply in rows]
@@ -135,7 +131,7 @@ def _prompts(job: Job, section: EvaluationConfig, tokenizer: ChatTokenizer) -> l
 def _load(folder: Path) -> Any:
     # On a CPU bf16 is many times slower than fp32, whatever the weights were saved in.
     dtype: Any = "auto" if torch.cuda.is_available() else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
     return model.to(device()).eval()
 
 
@@ -186,8 +182,14 @@ def _sample(
     )
 
 
-def _judged(model: Any, replies: list[Reply], section: EvaluationConfig) -> list[tuple[Reply, float]]:
-    return list(zip(replies, measures.reply_nats(model, replies, section.temperature), strict=True))
+def _judge(model: Any, stage: str, replies: dict[str, list[Reply]], temperature: float) -> None:
+    """Fill in each reply's log-probability under its own model; sft judges those of ppo as well."""
+    judged = [reply for rows in replies.values() for reply in rows] if stage == "sft" else replies[stage]
+    for reply, nats in zip(judged, measures.reply_nats(model, judged, temperature), strict=True):
+        if reply.stage == stage:
+            reply.own_nats = nats
+        if stage == "sft":
+            reply.sft_nats = nats
 
 
 def _reward(job: Job, pairs: list[Pair], replies: list[Reply], tokenizer: ChatTokenizer) -> dict[str, Any] | None:

@@ -71,7 +71,7 @@ def ppo(job: Job) -> Product:
     timer = PhaseTimer()
     players = load_players(job, section, timer)
     engines = {"actor": players.actor, "critic": players.critic}
-    checkpoints, identity = Path(job.state_dir) / "checkpoints", {"key": job.key}
+    checkpoints, identity = Path(job.state_dir), {"key": job.key}
     progress = Progress(kl_coef=section.kl_coef)
     resumed = load_newest(checkpoints, engines, identity=identity)
     done = 0
@@ -122,7 +122,8 @@ def ppo(job: Job) -> Product:
                 with timer.phase("checkpoint"):
                     state = {"progress": vars(progress)}
                     save_checkpoint(checkpoints, iteration, engines, state, token=job.token, identity=identity)
-                    prune(checkpoints, section.runtime.keep_checkpoints)
+                    if ranks.is_main():
+                        prune(checkpoints, section.runtime.keep_checkpoints)
             wall_s, phases = timer.take()
             metrics.log(iteration, **fields, **_speed(rollouts, wall_s, phases))
             if stop and not last:

@@ -52,7 +52,8 @@ def tokenization(
     """Write `tokenizer` and the shards of every part given.
 
     Args:
-        inputs: validation's part (`text`, `text_heldout`, …) → its folder.
+        inputs: validation's part (`text`, `text_heldout`, …) → its folder; `base_model` → the folder that stands for
+            `section.base_model`, if it is elsewhere than that says.
 
     Raises:
         ConfigError: no data to train a tokenizer on, or a base model whose tokenizer or template can't be used.
@@ -65,6 +66,8 @@ def tokenization(
     sizes = token_bytes(tokenizer)
     data: dict[str, Any] = {}
     for name, folder in inputs.items():
+        if name == "base_model":
+            continue
         dataset = name.removesuffix("_heldout")
         writer = ShardWriter(
             out / name,
@@ -107,7 +110,7 @@ def _make_tokenizer(
 ) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     if section.base_model is not None:
-        source = Path(section.base_model)
+        source = inputs.get("base_model", Path(section.base_model))
         load_tokenizer(source)
         names = [name for name in TOKENIZER_FILES if (source / name).exists()]
         for name in names:

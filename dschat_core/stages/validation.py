@@ -350,14 +350,15 @@ def _refusals(
             taken.insert(0, f"the line reader quarantined {lines.quarantined} ({reasons})")
         if overlap:
             taken.append(f"{overlap} are held out too")
-        side = "training" if counts["train"] < section.min_usable_rows else "held-out"
-        why = "; ".join(taken) or ("its files are empty" if not lines.accepted else "there are too few rows to split")
+        if lines.empty_files:
+            taken.append(f"empty: {', '.join(lines.empty_files)}")
+        side, count = ("training", counts["train"]) if counts["train"] < section.min_usable_rows else ("held-out", 0)
+        why = "; ".join(taken) or "there are too few rows to split"
         found.append(
             GateError(
-                f"{name}: {counts['train' if side == 'training' else 'heldout']} usable {side} rows of {lines.lines} lines"
-                f" ({why})",
+                f"{name}: {count or 'no'} usable {side} rows ({why})",
                 where=where,
-                why=why,
+                why=f"{lines.lines} lines read, {lines.accepted} accepted; {why}",
                 fix=f"mend data.{name}, or relax the gate named here in the section validation",
             )
         )

@@ -1,0 +1,472 @@
+"""Validation and tokenization on real files, and the demo's data from its real packages."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dschat_core.chat_template import ChatTokenizer, load_tokenizer
+from dschat_core.config import (
+    DataConfig,
+    DataSource,
+    DuplicatesGate,
+    LengthGate,
+    TokenizationConfig,
+    ToxicityGate,
+    ValidationConfig,
+)
+from dschat_core.data.shards import ShardReader
+from dschat_core.errors import ConfigError, GateError
+from dschat_core.stages.tokenization import tokenization
+from dschat_core.stages.validation import validate_files, validation
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = ValidationConfig()
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    """JSON lines; bytes are written as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
+    return str(path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def topics(count: int, start: int = 0) -> list[str]:
+    """Texts that no gate takes for one another."""
+    return [f"topic {i}: {i * 7919 % 1009} apples, {i * 104729 % 997} pears and {i * 31 % 101} plums" for i in
+            range(start, start + count)]  # fmt: skip
+
+
+def tree_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# ── validation ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_line_is_accepted_quarantined_or_blank(tmp_path: Path) -> None:
+    good = [{"input": text, "output": "yes"} for text in topics(40)]
+    bad = [b'{"input": "cut', b'["a"]', b'{"input": "a\xff", "output": "b"}', {"input": "x", "output": ""}]
+    train = write(tmp_path / "train.jsonl", [*good[:20], *bad, b"", *good[20:]])
+    held = write(tmp_path / "held.jsonl", [{"input": text, "output": "no"} for text in topics(5, 100)])
+    empty = write(tmp_path / "empty.jsonl", [])
+    sources = DataConfig(dialogues=DataSource(train=(train, empty), heldout=(held,)))
+    said: list[str] = []
+    product = validation(DEFAULTS, sources, tmp_path / "out", progress=said.append)
+    found = json.loads((tmp_path / "out" / "verdict.json").read_bytes())["datasets"]["dialogues"]
+    assert (found["lines"], found["blank"], found["accepted"], found["quarantined"]) == (50, 1, 45, 4)
+    assert found["reasons"] == {"json_truncated": 1, "json_array": 1, "invalid_utf8": 1, "empty_output": 1}
+    assert found["rows"] == {"train": 40, "heldout": 5}
+    assert found["empty_files"] == [empty]
+    assert any("empty.jsonl is empty" in line for line in said)
+    rejects = read(tmp_path / "out" / "quarantine" / "dialogues.jsonl")
+    assert [(r["line"], r["reason"]) for r in rejects][:2] == [(21, "json_truncated"), (22, "json_array")]
+    assert base64.b64decode(rejects[0]["raw_base64"]) == bad[0]
+    raw = (tmp_path / "train.jsonl").read_bytes()
+    assert raw[rejects[2]["offset"] :].startswith(b'{"input": "a\xff"')
+    assert product.parts["dialogues"] == ["dialogues/rows.jsonl"]
+    assert sorted(product.parts) == ["dialogues", "dialogues_heldout", "report"]
+    on_disk = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert on_disk == {name for files in product.parts.values() for name in files}
+
+
+def test_a_changed_prompt_changes_no_other_part(tmp_path: Path) -> None:
+    def run(name: str, prompts: list[str]) -> dict[str, bytes]:
+        folder = tmp_path / name
+        sources = DataConfig(
+            text=DataSource(train=(write(folder / "text.jsonl", [{"text": t} for t in topics(60)]),)),
+            dialogues=DataSource(
+                train=(write(folder / "d.jsonl", [{"input": t, "output": "yes"} for t in topics(60)]),)
+            ),
+            prompts=DataSource(train=(write(folder / "p.jsonl", [{"prompt": p} for p in prompts]),)),
+        )
+        product = validation(DEFAULTS, sources, folder / "out")
+        return {name: (folder / "out" / files[0]).read_bytes() for name, files in product.parts.items()}
+
+    once, again = run("once", topics(60)), run("again", [*topics(59), "topic 3 is toxic, fuck you"])
+    assert {name for name in once if once[name] != again[name]} - {"report"} == {"prompts"} or {
+        name for name in once if once[name] != again[name]
+    } - {"report"} == {"prompts", "prompts_heldout"}
+
+
+def test_the_heldout_split_is_by_what_was_said_and_repeats(tmp_path: Path) -> None:
+    rows = [{"prompt": t, "chosen": f"{t} is good", "rejected": f"{r} of {t}"} for t in topics(200) for r in ("a", "b")]
+    sources = DataConfig(preferences=DataSource(train=(write(tmp_path / "p.jsonl", rows),)))
+    section = ValidationConfig(heldout_share=0.2, duplicates=DuplicatesGate(action="warn"))
+    for name in ("once", "again"):
+        validation(section, sources, tmp_path / name)
+    assert tree_bytes(tmp_path / "once") == tree_bytes(tmp_path / "again")
+    train, held = (
+        {row["messages"][0]["content"] for row in read(tmp_path / "once" / part / "rows.jsonl")}
+        for part in ("preferences", "preferences_heldout")
+    )
+    assert not train & held
+    assert 20 <= len(held) <= 60
+
+
+def test_a_few_rows_still_give_a_heldout_row_and_one_row_does_not(tmp_path: Path) -> None:
+    few = DataConfig(text=DataSource(train=(write(tmp_path / "few.jsonl", [{"text": t} for t in topics(3)]),)))
+    validation(DEFAULTS, few, tmp_path / "few")
+    assert len(read(tmp_path / "few" / "text_heldout" / "rows.jsonl")) == 1
+    one = DataConfig(text=DataSource(train=(write(tmp_path / "one.jsonl", [{"text": "alone"}]),)))
+    with pytest.raises(GateError, match="no usable held-out rows"):
+        validation(DEFAULTS, one, tmp_path / "one")
+
+
+def test_a_text_on_both_sides_is_removed_from_training(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [{"text": t.upper()} for t in topics(10)])
+    held = write(tmp_path / "held.jsonl", [{"text": t} for t in topics(3)])
+    product = validation(DEFAULTS, DataConfig(text=DataSource(train=(train,), heldout=(held,))), tmp_path / "out")
+    assert product.facts["datasets"]["text"] == {
+        "rows": {"train": 7, "heldout": 3},
+        "quarantined": 0,
+        "overlap_removed": 3,
+    }
+
+
+@pytest.mark.parametrize("gate", ["length", "duplicates", "toxicity"])
+@pytest.mark.parametrize("action", ["fail", "drop", "warn"])
+def test_gates_fail_drop_or_warn(tmp_path: Path, gate: str, action: str) -> None:
+    flagged = {"length": "long " * 400, "duplicates": topics(1)[0] + "!", "toxicity": "you are a stupid bitch"}[gate]
+    rows = [{"input": text, "output": "yes"} for text in [*topics(30), flagged]]
+    held = write(tmp_path / "held.jsonl", [{"input": t, "output": "yes"} for t in topics(5, 100)])
+    sources = DataConfig(dialogues=DataSource(train=(write(tmp_path / "t.jsonl", rows),), heldout=(held,)))
+    limits: dict[str, Any] = {"threshold": 0.001, "action": action}
+    section = ValidationConfig.model_validate({gate: {**limits, **({"max_tokens": 400} if gate == "length" else {})}})
+    if action == "fail":
+        with pytest.raises(GateError, match=f"the {gate} gate failed: 2.78% of the rows"):
+            validation(section, sources, tmp_path / "out")
+    else:
+        validation(section, sources, tmp_path / "out")
+        assert len(read(tmp_path / "out" / "dialogues" / "rows.jsonl")) == (30 if action == "drop" else 31)
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_bytes())
+    result = verdict["datasets"]["dialogues"]["gates"][gate]
+    assert verdict["verdict"] == ("fail" if action == "fail" else "pass")
+    assert result["verdict"] == {"fail": "failed", "drop": "dropped", "warn": "warned"}[action]
+    assert result["count"] == 1
+    assert result["examples"][0]["line"] == 31
+
+
+def test_d4_a_file_without_a_usable_row_names_what_took_them(tmp_path: Path) -> None:
+    held = write(tmp_path / "held.jsonl", [{"text": "fine"}])
+    cases = {
+        "quarantined 2 (json_truncated 1, missing_text 1)": [b'{"text": "cut', {"other": 1}],
+        "toxicity dropped 1": [{"text": "you are a stupid bitch"}],
+        "empty: ": [],
+        "1 are held out too": [{"text": "Fine!"}],
+    }
+    for i, (why, rows) in enumerate(cases.items()):
+        sources = DataConfig(text=DataSource(train=(write(tmp_path / f"{i}.jsonl", rows),), heldout=(held,)))
+        with pytest.raises(GateError) as caught:
+            validation(DEFAULTS, sources, tmp_path / f"out{i}")
+        assert why in caught.value.what
+        assert caught.value.exit_code == 30
+        assert "data.text" in caught.value.where
+
+
+def test_a_missing_file_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    sources = DataConfig(text=DataSource(train=(str(tmp_path / "gone.jsonl"),)))
+    with pytest.raises(ConfigError, match=r"data\.text\.train: .*gone\.jsonl"):
+        validation(DEFAULTS, sources, tmp_path / "out")
+
+
+def test_rejected_replies_are_checked_only_where_asked(tmp_path: Path) -> None:
+    rows = [{"prompt": t, "chosen": "hello there", "rejected": f"fuck you and {t}"} for t in topics(4)]
+    sources = DataConfig(preferences=DataSource(train=(write(tmp_path / "p.jsonl", rows),)))
+    validation(DEFAULTS, sources, tmp_path / "out")
+    section = ValidationConfig(toxicity=ToxicityGate(check_rejected=True))
+    with pytest.raises(GateError, match="toxicity dropped 4"):
+        validation(section, sources, tmp_path / "strict")
+
+
+def test_validate_files_says_what_validation_would(tmp_path: Path) -> None:
+    good = [{"input": text, "output": "yes"} for text in topics(20)]
+    path = write(tmp_path / "a.jsonl", [*good, b"null", b"", {"input": "fuck you", "output": "no"}])
+    found = validate_files([path], DEFAULTS)
+    assert found["kind"] == "dialogues"
+    assert found["lines"] == found["accepted"] + found["quarantined"] + found["blank"] == 23
+    assert found["reasons"] == {"json_null": 1}
+    assert found["quarantine"][0] | {"file": ""} == {"file": "", "line": 21, "offset": found["quarantine"][0]["offset"],
+                                                     "reason": "json_null", "raw": "null"}  # fmt: skip
+    assert found["gates"]["toxicity"]["verdict"] == "dropped"
+    assert (found["usable"], found["verdict"]) == (20, "pass")
+    strict = validate_files([path], ValidationConfig(toxicity=ToxicityGate(action="fail")))
+    assert strict["verdict"] == "fail"
+    assert "toxicity gate failed" in strict["why"][0]
+    assert validate_files([write(tmp_path / "none.jsonl", [b"null"])], DEFAULTS)["verdict"] == "fail"
+    with pytest.raises(ConfigError, match=r"gone\.jsonl"):
+        validate_files([str(tmp_path / "gone.jsonl")], DEFAULTS)
+
+
+def test_validating_starts_without_heavy_imports() -> None:
+    program = (
+        "import sys, dschat_core.stages.validation\n"
+        "print(sorted({'torch', 'transformers', 'pandas', 'datasets', 'pyarrow', 'prefect'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket on a real S3 protocol server."""
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for key, value in {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+    }.items():
+        monkeypatch.setenv(key, value)
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("data-sets")
+    yield "s3://data-sets"
+    server.stop()
+
+
+def test_globs_and_packed_files_on_s3(bucket: str, tmp_path: Path) -> None:
+    import gzip
+
+    from dschat_core import storage
+
+    rows = [json.dumps({"text": text}).encode() + b"\n" for text in topics(40)]
+    storage.write(f"{bucket}/text/b.jsonl", b"".join(rows[:20]))
+    storage.write(f"{bucket}/text/a.jsonl.gz", gzip.compress(b"".join(rows[20:])))
+    sources = DataConfig(text=DataSource(train=(f"{bucket}/text/*.jsonl*",)))
+    validation(DEFAULTS, sources, tmp_path / "out")
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_bytes())["datasets"]["text"]
+    assert [entry["file"] for entry in verdict["files"]] == [f"{bucket}/text/a.jsonl.gz", f"{bucket}/text/b.jsonl"]
+    assert verdict["lines"] == verdict["accepted"] == 40
+    with pytest.raises(ConfigError, match=r"s3://data-sets/none\.jsonl"):
+        validation(DEFAULTS, DataConfig(text=DataSource(train=(f"{bucket}/none.jsonl",))), tmp_path / "none")
+
+
+# ── tokenization ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def part(folder: Path, name: str, rows: list[dict[str, Any]]) -> dict[str, Path]:
+    write(folder / name / "rows.jsonl", rows)
+    return {name: folder / name}
+
+
+def dialogue(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def shown(tokenizer: ChatTokenizer, ids: np.ndarray) -> str:
+    return tokenizer.markup.decode(list(ids), skip_special_tokens=False)
+
+
+def test_all_parts_are_tokenized_and_the_same_twice(tmp_path: Path) -> None:
+    inputs = {
+        **part(tmp_path, "text", [{"text": t} for t in topics(50)]),
+        **part(tmp_path, "text_heldout", [{"text": t} for t in topics(5, 100)]),
+        **part(tmp_path, "dialogues", [{"messages": dialogue("hi", "hello", "well", t)} for t in topics(9)]),
+        **part(tmp_path, "preferences", [
+            {"messages": dialogue("hi"), "chosen": t, "rejected": t[::-1], "kind": "reversed"} for t in topics(9)
+        ]),
+        **part(tmp_path, "prompts", [{"messages": dialogue("hi", "hello", t)} for t in topics(9)]),
+    }  # fmt: skip
+    section = TokenizationConfig(vocab_size=300, max_length=128, shard_bytes=1000)
+    product = tokenization(section, inputs, tmp_path / "once")
+    tokenization(section, inputs, tmp_path / "again")
+    assert tree_bytes(tmp_path / "once") == tree_bytes(tmp_path / "again")
+    assert set(tree_bytes(tmp_path / "once")) == {name for files in product.parts.values() for name in files}
+    assert product.facts["vocab_size"] == 300
+
+    tokenizer = load_tokenizer(tmp_path / "once" / "tokenizer")
+    reader = ShardReader(tmp_path / "once" / "dialogues")
+    assert len(reader) == 9
+    assert shown(tokenizer, reader.tokens(3)[reader.mask(3)]) == f"hello<|im_end|>{topics(9)[3]}<|im_end|>"
+    assert reader.num_bytes[3] == len("hello" + topics(9)[3])
+
+    pairs = ShardReader(tmp_path / "once" / "preferences")
+    assert len(pairs) == 18
+    assert pairs.meta == [{"kind": "reversed"}] * 18
+    assert shown(tokenizer, pairs.tokens(4)[pairs.mask(4)]) == topics(9)[2] + "<|im_end|>"
+    assert shown(tokenizer, pairs.tokens(5)[pairs.mask(5)]) == topics(9)[2][::-1] + "<|im_end|>"
+
+    prompts = ShardReader(tmp_path / "once" / "prompts")
+    assert prompts.meta is not None
+    assert prompts.meta[0] == {"messages": dialogue("hi", "hello", topics(1)[0])}
+    assert shown(tokenizer, prompts.tokens(0)).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert not prompts.num_targets.any()
+
+
+def test_every_byte_of_a_split_document_is_predicted_once(tmp_path: Path) -> None:
+    texts = ["".join(topics(20)), "short", "a"]
+    inputs = part(tmp_path, "text", [{"text": text} for text in texts])
+    tokenization(TokenizationConfig(vocab_size=300, max_length=32), inputs, tmp_path / "out")
+    reader = ShardReader(tmp_path / "out" / "text")
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    assert reader.num_bytes.sum() == sum(len(text.encode()) for text in texts)
+    assert reader.lengths.max() == 32
+    assert (reader.num_targets > 0).all()
+    predicted = "".join(shown(tokenizer, reader.tokens(i)[reader.mask(i)]) for i in range(len(reader)))
+    assert predicted == "".join(f"{text}<|endoftext|>" for text in texts)
+
+
+def test_d10_d11_long_dialogues_lose_whole_exchanges_and_what_cannot_fit_is_counted(tmp_path: Path) -> None:
+    long = "blah " * 60
+    rows = [
+        {"messages": dialogue("first", "one", "second", "two", "third", "three")},
+        {"messages": dialogue("first", "one", long, "two")},  # D11: the last user turn does not fit
+        {"messages": dialogue("first", long)},  # D10: the whole answer would be cut away
+        {"messages": [{"role": "system", "content": "sys"}, *dialogue(long, "one", "second", "two")]},
+    ]
+    inputs = {**part(tmp_path, "dialogues", rows), **part(tmp_path, "text", [{"text": long}])}
+    product = tokenization(TokenizationConfig(vocab_size=270 + 30, max_length=48), inputs, tmp_path / "out")
+    reader = ShardReader(tmp_path / "out" / "dialogues")
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    texts = [shown(tokenizer, reader.tokens(i)) for i in range(len(reader))]
+    assert product.facts["data"]["dialogues"]["dropped"] == {"no_exchange_fits": 1}
+    assert len(texts) == 3
+    assert texts[0].endswith("three<|im_end|>")
+    assert "first" not in texts[0]
+    assert texts[1].endswith("first<|im_end|>\n<|im_start|>assistant\none<|im_end|>")
+    assert texts[2].startswith("<|im_start|>system\nsys<|im_end|>\n<|im_start|>user\nsecond")
+    assert (reader.num_targets > 0).all()
+    assert reader.lengths.max() <= 48
+
+
+def test_no_row_that_fits_is_a_refusal(tmp_path: Path) -> None:
+    inputs = part(tmp_path, "dialogues", [{"messages": dialogue("a " * 100, "b")}])
+    with pytest.raises(GateError, match="no row of dialogues is left") as caught:
+        tokenization(TokenizationConfig(vocab_size=300, max_length=16), inputs, tmp_path / "out")
+    assert "no_exchange_fits: 1" in caught.value.why
+
+
+def test_d15_pairs_keep_a_common_prompt_and_pairs_too_long_are_counted(tmp_path: Path) -> None:
+    shared = "the same long beginning of a reply"
+    rows = [
+        {"messages": dialogue("old " * 30, "reply", "new"), "chosen": shared, "rejected": shared + " x", "kind": None},
+        {"messages": dialogue("q"), "chosen": "word " * 300, "rejected": "b", "kind": None},
+    ]
+    inputs = {**part(tmp_path, "preferences", rows), **part(tmp_path, "text", [{"text": shared}])}
+    product = tokenization(TokenizationConfig(vocab_size=300, max_length=64), inputs, tmp_path / "out")
+    reader = ShardReader(tmp_path / "out" / "preferences")
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    assert product.facts["data"]["preferences"]["dropped"] == {"pair_too_long": 1}
+    prompts = [shown(tokenizer, reader.tokens(i)[~reader.mask(i)]) for i in range(2)]
+    assert prompts == ["<|im_start|>user\nnew<|im_end|>\n<|im_start|>assistant\n"] * 2
+
+
+def test_a_base_models_tokenizer_and_template_are_taken(tmp_path: Path) -> None:
+    made = part(tmp_path, "text", [{"text": t} for t in topics(30)])
+    tokenization(TokenizationConfig(vocab_size=320, max_length=64), made, tmp_path / "base")
+    base = tmp_path / "base" / "tokenizer"
+    template = "{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}" + (base / "chat_template.jinja").read_text()
+    (base / "chat_template.jinja").write_text(template)
+    inputs = part(tmp_path, "dialogues", [{"messages": dialogue("hi", t)} for t in topics(3)])
+    section = TokenizationConfig(base_model=str(base), max_length=128)
+    product = tokenization(section, {**inputs, "base_model": base}, tmp_path / "out")
+    assert set(product.parts) == {"tokenizer", "dialogues"}
+    assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    reader = ShardReader(tmp_path / "out" / "dialogues")
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    assert shown(tokenizer, reader.tokens(0)).startswith("<|im_start|>system\nYou help.")
+    assert shown(tokenizer, reader.tokens(0)[reader.mask(0)]) == topics(1)[0] + "<|im_end|>"
+    with pytest.raises(ConfigError, match=r"no readable tokenizer\.json"):
+        tokenization(TokenizationConfig(base_model=str(tmp_path)), inputs, tmp_path / "none")
+
+
+def test_a_tokenizer_needs_something_to_train_on(tmp_path: Path) -> None:
+    inputs = part(tmp_path, "prompts", [{"messages": dialogue("hi")}])
+    with pytest.raises(ConfigError, match="no text to train a tokenizer on"):
+        tokenization(TokenizationConfig(), inputs, tmp_path / "out")
+
+
+def test_validation_counts_exactly_with_a_tokenizer(tmp_path: Path) -> None:
+    tokenization(
+        TokenizationConfig(vocab_size=300), part(tmp_path, "text", [{"text": t} for t in topics(30)]), tmp_path / "tok"
+    )
+    texts = [
+        "zq" * 60,
+        *topics(10),
+    ]  # 120 characters: 30 tokens by the estimate, about 120 by a tokenizer that knows none
+    sources = DataConfig(
+        dialogues=DataSource(train=(write(tmp_path / "d.jsonl", [{"input": t, "output": "yes"} for t in texts]),))
+    )
+    section = ValidationConfig(length=LengthGate(max_tokens=90))
+    for name, folder, dropped in (("estimate", None, 0), ("tokenizer", tmp_path / "tok" / "tokenizer", 1)):
+        validation(section, sources, tmp_path / name, tokenizer=folder)
+        found = json.loads((tmp_path / name / "verdict.json").read_bytes())["datasets"]["dialogues"]
+        assert found["length_measure"] == name
+        assert found["gates"]["length"]["count"] == dropped
+
+
+# ── the demo's data ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_demo_data(folder: Path, hash_seed: str) -> str:
+    return subprocess.run(
+        [sys.executable, "deployments/demo_data.py", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("chitchat_dataset", reason="the demo's packages are not installed")
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    make_demo_data(folder, "1")
+    return folder
+
+
+def test_demo_data_is_the_same_again_and_made_only_once(demo: Path, tmp_path: Path) -> None:
+    make_demo_data(tmp_path / "again", "2")
+    assert tree_bytes(tmp_path / "again") == tree_bytes(demo)
+    before = {path: path.stat().st_mtime_ns for path in demo.iterdir()}
+    assert "up to date" in make_demo_data(demo, "3")
+    assert {path: path.stat().st_mtime_ns for path in demo.iterdir()} == before
+
+
+def test_demo_data_holds_out_whole_conversations_from_all_sets(demo: Path) -> None:
+    rows = {path.name.removesuffix(".jsonl"): read(path) for path in demo.glob("*.jsonl")}
+    for half, other in (("train", "heldout"), ("heldout", "train")):
+        lines = {line for row in rows[f"text.{half}"] for line in row["text"].splitlines()}
+        foreign = {line for row in rows[f"text.{other}"] for line in row["text"].splitlines()} - lines
+        for name in ("dialogues", "prompts"):
+            said = {m["content"] for row in rows[f"{name}.{half}"] for m in row["messages"]}
+            assert len(said) > 300
+            assert not {turn for turn in said if len(turn) > 40} & foreign
+    kinds = [row["kind"] for row in rows["preferences.heldout"]]
+    assert all(kinds.count(kind) >= 200 for kind in ("shuffled", "looped", "parroted"))
+    assert len(rows["preferences.train"]) >= 8000
+    assert any("你" in row["text"] for row in rows["text.train"])
+
+
+def test_in_the_demos_pairs_length_tells_nothing(demo: Path, tmp_path: Path) -> None:
+    inputs = {}
+    for name, source in (("text", "text.train"), ("preferences", "preferences.heldout")):
+        rows = read(demo / f"{source}.jsonl")
+        inputs |= part(tmp_path, name, [{"messages": r.pop("prompt", None), **r} if "kind" in r else r for r in rows])
+    tokenization(TokenizationConfig(vocab_size=2048, max_length=256), inputs, tmp_path / "out")
+    reader = ShardReader(tmp_path / "out" / "preferences")
+    assert reader.meta is not None
+    longer = np.sign(reader.num_targets[0::2] - reader.num_targets[1::2])
+    kinds = np.array([meta["kind"] for meta in reader.meta[::2]])
+    for kind in ("shuffled", "looped", "parroted"):
+        assert 0.45 <= (longer[kinds == kind] / 2 + 0.5).mean() <= 0.55
