@@ -139,7 +139,7 @@ class RuntimeConfig(Section):
         "auto", "OpenMP threads of a rank; auto: cores divided by ranks"
     )
     micro_batch_size: int | Literal["auto"] = described(
-        "auto", "rows per rank and backward; auto: the whole share of the step on a CPU, 8 on a GPU"
+        "auto", "rows per rank and backward; auto: about 1,024 tokens on a CPU, 8 rows on a GPU"
     )
     zero_stage: Literal[0, 1, 2, 3] = described(1, "DeepSpeed ZeRO stage")
     offload_optimizer: bool = described(False, "keep optimizer states in host memory (ZeRO 1-3)")

@@ -56,7 +56,12 @@ def _kind_of(record: dict[str, Any]) -> Dataset | None:
     keys = record.keys()
     if "chosen" in keys or "rejected" in keys:
         return "preferences"
-    if "messages" in keys or "conversations" in keys or "output" in keys:
+    if "messages" in keys or "conversations" in keys:
+        turns = record.get("messages", record.get("conversations"))
+        last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
+        # One such row may be a broken dialogue; where most are, it is the data set of prompts.
+        return "prompts" if ROLES.get(str(last.get("role", last.get("from"))).lower()) == "user" else "dialogues"
+    if "output" in keys:
         return "dialogues"
     if "text" in keys:
         return "text"

@@ -71,7 +71,7 @@ def ppo(job: Job) -> Product:
     timer = PhaseTimer()
     players = load_players(job, section, timer)
     engines = {"actor": players.actor, "critic": players.critic}
-    checkpoints, identity = Path(job.state_dir), {"key": job.key}
+    checkpoints, identity = Path(job.state_dir), {"stage": job.stage, "key": job.key}
     progress = Progress(kl_coef=section.kl_coef)
     resumed = load_newest(checkpoints, engines, identity=identity)
     done = 0
@@ -87,11 +87,12 @@ def ppo(job: Job) -> Product:
         MetricsLog(metrics_path if main else None, "ppo", done, section.num_iterations) as metrics,
         RolloutLog(rollouts_path if main else None, done, players.decode) as rollout_log,
     ):
+        if done == 0:
+            before = held_out(players, section, timer)
+            progress.first_heldout_reward = before.get("heldout_reward")
+            metrics.log(0, **before)
         timer.take()
         for iteration in range(done + 1, section.num_iterations + 1):
-            if iteration == 1:
-                progress.first_heldout_reward = held_out(players, section, timer).get("heldout_reward")
-
             mine = sample(players, section, iteration, timer)  # 1
             score(players, section, mine, timer)  # 2
             with timer.phase("comm"):
@@ -178,7 +179,7 @@ def _whole_model(engine: Any) -> Iterator[Any]:
     if engine.zero_optimization_stage() < 3:
         yield engine.module
         return
-    from deepspeed.runtime.zero import unwrap_model_for_generation
+    from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 
     with unwrap_model_for_generation(engine) as unwrapped:
         yield unwrapped.module
@@ -427,7 +428,7 @@ def _export(job: Job, players: Players, progress: Progress, resumed_from: int, f
     if ranks.is_main():
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             (out / name).write_bytes((Path(job.state_dir) / name).read_bytes())
-    facts = {
+    facts: dict[str, Any] = {
         "resumed_from": resumed_from,
         "steps": job.config().num_iterations,
         "tokens": progress.num_tokens,

@@ -54,6 +54,7 @@ def init_distributed(timeout_s: float | None = None) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed loads its own checkpoints as plain pickles; this turns every torch.load into a weights-only one.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else max(1, (os.cpu_count() or 1) // _local_world_size()))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -298,7 +299,7 @@ def optimizer_step(engine: Any, lr: float) -> StepResult:
     if engine.zero_optimization_stage() == 0:
         # Without ZeRO DeepSpeed neither reports the norm nor skips; its gradients are already equal on all ranks.
         grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        norm = float(sum(float(grad.double().square().sum()) for grad in grads)) ** 0.5
         if not isfinite(norm):
             engine.zero_grad()
             return StepResult(norm, True)

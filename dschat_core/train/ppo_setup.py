@@ -72,9 +72,9 @@ def load_players(job: Job, section: PpoConfig, timer: PhaseTimer) -> Players:
     on_gpu = ranks.device().type == "cuda"
     precision = resolve_precision(section.precision, section.runtime.zero_stage, on_gpu=on_gpu)
     dtype = ranks.DTYPES[precision]
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(job.input("model"), dtype=torch.float32) for _ in range(2)
-    )
+    policy: Any = AutoModelForCausalLM.from_pretrained(job.input("model"), dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(job.input("model"), dtype=dtype)
+    reference.to(ranks.device())
     reward = RewardModel.load(job.input("reward_model")) if "reward_model" in job.inputs else None
     value_model = _value_model(job.input("model"), reward)
     score = _model_scorer(reward, tokenizer.pad_id) if reward else _function_scorer(section, tokenizer)
@@ -94,6 +94,7 @@ def load_players(job: Job, section: PpoConfig, timer: PhaseTimer) -> Players:
         for model in (policy, value_model)
     ]
     ranks.time_collectives(timer)
+    reference.requires_grad_(False)
     # Dropout stays off, in the update too: the ratio of new to old probabilities must come from the weights alone.
     for model in (policy, value_model, reference):
         model.eval()
@@ -101,7 +102,7 @@ def load_players(job: Job, section: PpoConfig, timer: PhaseTimer) -> Players:
         actor=engines[0],
         critic=engines[1],
         policy=policy,
-        reference=reference.to(device=ranks.device(), dtype=dtype).requires_grad_(False),
+        reference=reference,
         score=score,
         tokenizer=tokenizer,
         prompts=_prompts(job.input("prompts"), tokenizer, section, required=True),

@@ -193,9 +193,14 @@ def test_r1_killed_ranks_fail_the_run_and_the_same_command_resumes(tiny_run: Tin
 
 
 def test_r2_a_killed_flow_leaves_no_rank_and_resumes(tiny_run: TinyRun) -> None:
+    import psutil
+
     process, command, _ = start_sft(tiny_run, "killed-flow", 12)
+    server = [c for c in psutil.Process(process.pid).children(recursive=True) if "uvicorn" in c.cmdline()]
     process.kill()
     process.wait(timeout=60)
+    for child in server:  # Prefect's embedded server, no process of the job
+        child.kill()
     tiny.wait_until(lambda: not tiny.processes_of(tiny_run.store / "sft"), what="the job's processes to end")
     shown = json.loads(
         tiny.dschat("status", str(tiny_run.root / "runs/killed-flow"), "--json", home=tiny_run.home).stdout

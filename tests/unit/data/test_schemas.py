@@ -111,6 +111,9 @@ def test_d15_identical_replies_are_rejected_and_a_long_shared_prefix_is_not() ->
         ([{"messages": []}, {"text": "a"}, {"input": "u", "output": "a"}], "dialogues"),
         ([{"text": "a"}], "text"),
         ([{"prompt": "u"}], "prompts"),
+        ([{"messages": [U]}, {"messages": [U, A, U]}, {"messages": [U, A]}], "prompts"),
+        ([{"messages": [U, A]}, {"messages": [U, A]}, {"messages": [U, A, U]}], "dialogues"),
+        ([{"conversations": [{"from": "human", "value": "u"}]}], "prompts"),
         (["x", {"other": 1}], None),
     ],
 )
