@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -22,12 +21,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dschat_core import storage
 from dschat_core.config import Section, Stage, result_section
 from dschat_core.errors import ConfigError, IntegrityError, TransientError
+from dschat_core.leases import Lease, Owner, local_lock
 
 MANIFEST = "manifest.json"
 LEASE = "lease.json"
@@ -210,72 +209,6 @@ def folder_digest(folder: Path, files: list[str]) -> str:
     return storage.sha256_json({name: storage.sha256_file(folder / name) for name in files})
 
 
-# ── leases ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Owner(BaseModel):
-    """Who makes an artifact."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    run: str
-    host: str
-    boot_id: str
-    pid: int
-    started: float
-
-    def __str__(self) -> str:
-        return f"run {self.run!r} (pid {self.pid} on {self.host})"
-
-    def alive(self) -> bool | None:
-        """Whether the process lives; None where that can't be known (another host)."""
-        if self.host != socket.gethostname():
-            return None
-        if self.boot_id != _boot_id():
-            return False
-        try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
-        except psutil.Error:
-            return False
-
-
-def _boot_id() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def this_process(run: str) -> Owner:
-    """The current process as an owner."""
-    pid = os.getpid()
-    return Owner(
-        run=run,
-        host=socket.gethostname(),
-        boot_id=_boot_id(),
-        pid=pid,
-        started=psutil.Process(pid).create_time(),
-    )
-
-
-class Lease(BaseModel):
-    """The right to make one artifact. The fencing token is in every temporary name and checked at commit."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    owner: Owner
-    token: str
-    expires_at: float
-
-    def free_for(self, claimant: Owner) -> bool:
-        """Whether `claimant` may take over: the owner is dead, or the lease has run out.
-
-        On the same host the process table decides; the same run on another host (a retry elsewhere) takes over
-        at once; any other waits for the lease to expire.
-        """
-        alive = self.owner.alive()
-        if alive is not None:
-            return not alive or self.owner == claimant
-        return self.owner.run == claimant.run or time.time() > self.expires_at
-
-
 # ── the store ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -441,7 +374,7 @@ class Store:
 
     def _try_take(self, uri: str, owner: Owner, token: str) -> Lease | None:
         """Take the lease; None when it is ours, else the lease that stands."""
-        with _local_lock(local_folder(uri)):
+        with local_lock(local_folder(uri)):
             address = storage.join(uri, LEASE)
             lease = Lease(owner=owner, token=token, expires_at=time.time() + LEASE_S)
             if storage.write_new(address, lease.model_dump_json().encode()):
@@ -455,7 +388,7 @@ class Store:
     def _renew(self, uri: str, owner: Owner, token: str, stop: threading.Event) -> None:
         while not stop.wait(RENEW_S):
             # A missed renewal is judged at commit, not here.
-            with suppress(Exception), _local_lock(local_folder(uri)):
+            with suppress(Exception), local_lock(local_folder(uri)):
                 if self._holder_token(uri) == token:
                     lease = Lease(owner=owner, token=token, expires_at=time.time() + LEASE_S)
                     storage.write(storage.join(uri, LEASE), lease.model_dump_json().encode())
@@ -477,21 +410,6 @@ def local_folder(uri: str) -> Path:
         return Path(uri).absolute()
     cache = Path(os.environ.get("DSCHAT_CACHE", Path.home() / ".cache" / "dschat"))
     return cache / uri.replace("://", "/")
-
-
-@contextmanager
-def _local_lock(folder: Path) -> Iterator[None]:
-    """Mutual exclusion of this machine's processes while a lease changes hands."""
-    import fcntl
-
-    with storage.explained("write to", str(folder)):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _clear_leftovers(root: Path) -> None:

@@ -15,9 +15,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dschat_core import storage
-from dschat_core.artifacts import Artifact, Owner, Store, load_artifact, this_process
+from dschat_core.artifacts import Artifact, Store, load_artifact
 from dschat_core.config import STAGES, RunConfig, Stage, dump_config, load_config
 from dschat_core.errors import ConfigError
+from dschat_core.leases import Owner, this_process
 
 CONFIG_FILE = "config.yaml"
 STATE_FILE = "run.json"

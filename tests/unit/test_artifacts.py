@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from dschat_core import artifacts
-from dschat_core.artifacts import Artifact, InputEntry, Owner, Product, Store, Workspace, artifact_key, this_process
+from dschat_core.artifacts import Artifact, InputEntry, Product, Store, Workspace, artifact_key
 from dschat_core.config import SftConfig
 from dschat_core.errors import ConfigError, IntegrityError, TransientError
+from dschat_core.leases import Lease, Owner, this_process
 
 SECTION = SftConfig()
 INPUTS = {"dialogues": InputEntry(digest="d1"), "tokenizer": InputEntry(digest="t1")}
@@ -174,7 +175,7 @@ def test_a_lease_lost_meanwhile_forbids_the_commit(tmp_path: Path) -> None:
 
 def test_another_host_waits_for_expiry_and_the_same_run_does_not() -> None:
     far = this_process("far").model_copy(update={"host": "elsewhere"})
-    lease = artifacts.Lease(owner=far, token="t", expires_at=time.time() + 60)
+    lease = Lease(owner=far, token="t", expires_at=time.time() + 60)
     assert not lease.free_for(this_process("near"))
     assert lease.free_for(this_process("far"))
     assert lease.model_copy(update={"expires_at": time.time() - 1}).free_for(this_process("near"))

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dschat_core.artifacts import this_process
 from dschat_core.config import RunConfig, parse_config
 from dschat_core.errors import BY_EXIT_CODE, ConfigError, GateError
+from dschat_core.leases import this_process
 from dschat_core.runs import RunFolder, find_run, read_state, saved_config, status
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from dschat_core import storage
-from dschat_core.artifacts import Artifact, InputEntry, Product, Store, Workspace, artifact_key, this_process, verify
+from dschat_core.artifacts import Artifact, InputEntry, Product, Store, Workspace, artifact_key, verify
 from dschat_core.config import SftConfig
 from dschat_core.errors import ConfigError
+from dschat_core.leases import this_process
 
 
 @pytest.fixture(scope="module")
