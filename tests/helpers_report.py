@@ -97,6 +97,7 @@ def evaluation() -> dict[str, Any]:
             "length_change": -0.115,
             "distinct_share": 0.852,
             "flaw_increase": {"loops": -0.004, "parroting": 0.0, "shuffled": 0.0},
+            "flaw_increase_error": {"loops": 0.008, "parroting": 0.006, "shuffled": 0.021},
         },
         "fixed_prompts": [
             {
@@ -145,7 +146,9 @@ def verdict() -> dict[str, Any]:
             "examples": examples,
         }
 
-    hostile = {"file": "data/dialogues.train.jsonl", "line": 12, "text": "<script>alert('x')</script> & <b>bold</b>"}
+    hostile: dict[str, Any] = {"file": "data/dialogues.train.jsonl", "line": 12, "span": "you idiot"}
+    hostile["excerpt"] = "<script>alert('x')</script> & <b>bold</b>"
+    repeated = {"file": "data/text.train.jsonl", "line": 9, "first": "data/text.train.jsonl:2", "excerpt": "hi!"}
     return {
         "verdict": "pass",
         "datasets": {
@@ -158,7 +161,7 @@ def verdict() -> dict[str, Any]:
                 "rows": {"train": 20_801, "heldout": 912},
                 "gates": {
                     "length": gate(0.0, 1.0, "pass", []),
-                    "duplicates": gate(0.018, 0.05, "pass", ["hi | hi!"]),
+                    "duplicates": gate(0.018, 0.05, "pass", [repeated]),
                     "toxicity": gate(0.0012, 0.001, "dropped", [hostile]),
                 },
             }
@@ -289,8 +292,7 @@ def synthetic_run(
                 _write_lines(folder / "metrics.jsonl", _curve(stage))
                 facts = {"steps": 900, "eval_loss": 3.91, "num_parameters": 1_073_664}
             if stage == "validation":
-                (folder / "report").mkdir()
-                (folder / "report" / "verdict.json").write_text(json.dumps(verdict()), encoding="utf-8")
+                (folder / "verdict.json").write_text(json.dumps(verdict()), encoding="utf-8")
                 facts = {"datasets": {"text": {"rows": {"train": 20_801, "heldout": 912}}}}
             if stage == "ppo":
                 _write_lines(folder / "rollouts.jsonl", _rollouts())

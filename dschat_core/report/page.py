@@ -159,7 +159,7 @@ class _Run:
         present = [stage for stage in STAGES if stage in self.entries]
         step = 1120 / max(len(present), 1)
         has_branch = {"sft", "reward", "ppo"} <= set(present)
-        centre = {
+        centre: dict[str, tuple[float, float]] = {
             stage: (step * (index + 0.5), 36.0 if stage == "reward" and has_branch else 66.0)
             for index, stage in enumerate(present)
         }
@@ -227,7 +227,9 @@ class _Run:
         bars = []
         for stage in (s for s in STAGES if s in self.entries and self._time(s)):
             total = self._time(stage)
-            spent = phase_seconds(self.lines.get(stage, [])) if stage != "evaluation" else {}
+            spent = phase_seconds(self.lines.get(stage, []))
+            if stage == "evaluation":
+                spent = {"evaluation": sum(spent.values())}
             known = [(name, min(spent[name], total)) for name in PHASES if spent.get(name)]
             rest = total - sum(value for _, value in known)
             pieces = [*known, *([("other", rest)] if rest > 0 else [])]
@@ -243,7 +245,7 @@ class _Run:
 
     def curves(self) -> list[tuple[str, list[tuple[str, Markup]]]]:
         """(stage, [(title, svg)]) of the stages with curves."""
-        found = []
+        found: list[tuple[str, list[tuple[str, Markup]]]] = []
         for stage in STAGES:
             drawn = charts(stage, self.lines.get(stage, []), self.evaluation)
             if drawn:
@@ -252,7 +254,7 @@ class _Run:
 
     def gates(self) -> list[dict[str, Any]]:
         """The data verdict, per data set."""
-        verdict = self._json("validation", "report/verdict.json")
+        verdict = self._json("validation", "verdict.json")
         found = []
         for name, entry in (verdict.get("datasets") or {}).items():
             gates = [
@@ -338,7 +340,7 @@ class _Run:
 
     def configs(self) -> list[tuple[str, str]]:
         """(stage, YAML) of what defined each artifact, and where it ran."""
-        rows = []
+        rows: list[tuple[str, str]] = []
         for stage in (s for s in STAGES if s in self.manifests):
             manifest = self.manifests[stage]
             shown = dict(manifest.get("config") or {})
@@ -370,13 +372,13 @@ def _parents(stage: str, present: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _example(example: Any) -> str:
-    """A gate's example: a text, or an object with where it stands."""
-    if not isinstance(example, Mapping):
-        return str(example)
-    where = ":".join(str(example[key]) for key in ("file", "line") if key in example)
-    text = example.get("text") or "; ".join(f"{k}: {v}" for k, v in example.items() if k not in ("file", "line"))
-    return f"{Path(where).name}  {text}" if where else str(text)
+def _example(example: Mapping[str, Any]) -> str:
+    """A row that a gate flagged: where it stands, what gave it away, how it begins."""
+    place = f"{Path(str(example.get('file', ''))).name}:{example.get('line', '')}"
+    words = [f"“{example['span']}”"] if "span" in example else []
+    if "first" in example:
+        words.append(f"repeats {Path(str(example['first'])).name}")
+    return "  ".join([place, *words, str(example.get("excerpt", ""))])
 
 
 def _size(num_bytes: float) -> str:

@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e3e5ea"
 COLOURS = ("#2563c9", "#d9650b", "#118866", "#a2388b")
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--line"} | {c: f"--series-{i + 1}" for i, c in enumerate(COLOURS)}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9.0,
     "svg.fonttype": "none",

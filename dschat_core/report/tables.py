@@ -135,13 +135,18 @@ def _replies(evaluation: Mapping[str, Any]) -> Table | None:
         rows.append(
             ("KL from sft (nats per reply)", *("–" if s == "sft" else number(change.get("kl")) for s in models))
         )
-    gain = change.get("reward_gain")
+    gain, errors = change.get("reward_gain"), change.get("flaw_increase_error")
+    notes = [f"{replies['prompts']:,} prompts, sampled with the same random numbers for each stage."]
+    if gain is not None:
+        notes.append(f"Reward gain: {gain:+.2f} standard deviations of sft's.")
+    if errors:
+        sizes = ", ".join(f"{name} {100 * error:.1f}" for name, error in errors.items())
+        notes.append(f"Standard error of a rate's rise, in points: {sizes}.")
     return Table(
         "Replies to held-out prompts",
         ("", *models),
         tuple(rows),
-        f"{replies['prompts']:,} prompts, sampled with the same random numbers for each stage."
-        + (f" Reward gain: {gain:+.2f} standard deviations of sft's." if gain is not None else ""),
+        " ".join(notes),
     )
 
 

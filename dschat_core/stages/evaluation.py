@@ -11,7 +11,8 @@ KL; the reward model comes last. The product is `samples.jsonl` (every sampled r
     detectors       {loops|parroting|shuffled}: {recall, num_known, false_positive_rate, num_human}
     replies         prompts, models.{sft|ppo}: {reward_mean, reward_std, length_mean, finished_share, distinct_2,
                     loops, parroting, shuffled, toxic_share}
-    change          sft to ppo: reward_gain, kl, kl_std, length_change, distinct_share, flaw_increase
+    change          sft to ppo: reward_gain, kl, kl_std, length_change, distinct_share, and by flaw
+                    flaw_increase and flaw_increase_error, the standard error over the prompts
     fixed_prompts   [{prompt, replies: {stage: text}}]
     headline        the figures that publishing's limits and the run's status read
 
@@ -92,10 +93,13 @@ def evaluation(job: Job) -> Product:
     result["reward"] = _reward(job, pairs, everything, tokenizer)
     progress.done("reward")
     result["detectors"] = _find_flaws(job, pairs, everything, tokenizer)
-    result["replies"] = {"prompts": len(prompts), "models": {s: _summary(rows) for s, rows in sorted(replies.items())}}
+    result["replies"] = {
+        "prompts": len(prompts),
+        "models": _in_order({s: _summary(rows) for s, rows in replies.items()}),
+    }
     result["change"] = _change(replies) if {"sft", "ppo"} <= replies.keys() else None
     result["fixed_prompts"] = [
-        {"prompt": prompt, "replies": {stage: texts[index] for stage, texts in sorted(fixed.items(), key=_order)}}
+        {"prompt": prompt, "replies": {stage: texts[index] for stage, texts in _in_order(fixed).items()}}
         for index, prompt in enumerate(section.fixed_prompts)
     ]
     _add_gains(result)
@@ -108,8 +112,8 @@ def evaluation(job: Job) -> Product:
     return Product(parts, result["headline"])
 
 
-def _order(item: tuple[str, Any]) -> int:
-    return ("pretraining", "sft", "ppo").index(item[0])
+def _in_order(by_stage: dict[str, Any]) -> dict[str, Any]:
+    return {stage: by_stage[stage] for stage in ("pretraining", "sft", "ppo") if stage in by_stage}
 
 
 def _read(job: Job, name: str, max_rows: int) -> HeldOut | None:
@@ -246,12 +250,20 @@ def _change(replies: dict[str, list[Reply]]) -> dict[str, Any]:
         "kl_std": float(np.std(kl)),
         "length_change": after["length_mean"] / before["length_mean"] - 1,
         "flaw_increase": {flaw: after[flaw] - before[flaw] for flaw in flaws.FLAWS},
+        "flaw_increase_error": {flaw: _paired_error(replies, flaw) for flaw in flaws.FLAWS},
     }
     if before["distinct_2"]:
         found["distinct_share"] = after["distinct_2"] / before["distinct_2"]
     if before["reward_std"]:
         found["reward_gain"] = (after["reward_mean"] - before["reward_mean"]) / before["reward_std"]
     return found
+
+
+def _paired_error(replies: dict[str, list[Reply]], flaw: str) -> float:
+    """Standard error of a rate's rise over the same prompts: a smaller rise says nothing."""
+    pairs = zip(replies["sft"], replies["ppo"], strict=True)
+    rises = [float(flaw in after.flaws) - float(flaw in before.flaws) for before, after in pairs]
+    return float(np.std(rises) / np.sqrt(len(rises)))
 
 
 def _add_gains(result: dict[str, Any]) -> None:

@@ -73,9 +73,7 @@ def init_distributed(timeout_s: float | None = None) -> None:
     _limit_new_groups(limit)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    comm.init_distributed(
-        dist_backend="nccl" if torch.cuda.is_available() else "gloo", timeout=limit, verbose=False
-    )
+    comm.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", timeout=limit, verbose=False)
     signal.signal(signal.SIGTERM, _remember_signal)
 
 

@@ -115,8 +115,7 @@ def train(
         timer.take()
         for step in range(first + 1, total_steps + 1):
             rate = engine.learning_rate(section, step, total_steps)
-            engine.seed_torch(section.seed, job.stage, "step", step)
-            result, stop = _step(trained, plan, objective, progress, timer, step, micro_batch_size, rate)
+            result, stop = _step(job, section, trained, plan, objective, progress, timer, step, rate)
             is_last = step == total_steps
             evaluates = is_last or step % section.eval_every == 0
             if evaluates:
@@ -124,16 +123,17 @@ def train(
                     progress.evaluation = objective.evaluate(trained)
             if evaluates or step % runtime.log_every == 0:
                 wall_s, phases = timer.take()
-                metrics.log(
-                    step,
-                    **_window(progress),
-                    lr=rate,
-                    grad_norm=result.grad_norm,
-                    tokens=progress.tokens,
-                    **_speed(wall_s, phases, step - logged, progress.tokens - tokens_logged),
-                    skipped=progress.skipped,
-                    **(progress.evaluation if evaluates else {}),
-                )
+                with timer.phase("logging"):
+                    metrics.log(
+                        step,
+                        **_window(progress),
+                        lr=rate,
+                        grad_norm=result.grad_norm,
+                        tokens=progress.tokens,
+                        **_speed(wall_s, phases, step - logged, progress.tokens - tokens_logged),
+                        skipped=progress.skipped,
+                        **(progress.evaluation if evaluates else {}),
+                    )
                 logged, tokens_logged = step, progress.tokens
             if is_last or stop or step % runtime.checkpoint_every == 0:
                 save(step)
@@ -165,19 +165,24 @@ def train(
 
 
 def _step(
+    job: Job,
+    section: TrainingConfig,
     trained: Any,
     plan: BatchPlan,
     objective: Objective,
     progress: Progress,
     timer: PhaseTimer,
     step: int,
-    micro_batch_size: int,
     rate: float,
 ) -> tuple[engine.StepResult, bool]:
     """One optimizer step; also whether any rank was asked to stop."""
+    micro_batch_size = resolve_micro_batch_size(section)
     with timer.phase("data"):
+        # Dropout, where a model has it, is a function of the step too.
+        engine.seed_torch(section.seed, job.stage, "step", step)
         rows = plan.step(step - 1)
         count = max(1, plan.num_targets(step - 1))
+        progress.tokens += sum(objective.tokens(row) for row in rows)
         mine = rows[engine.rank() :: engine.world_size()]
         num_micro = -(-len(rows) // (engine.world_size() * micro_batch_size))
     loss_sum, slots = torch.zeros((), dtype=torch.float64, device=engine.device()), 0
@@ -194,7 +199,6 @@ def _step(
         loss_total, stop, slots_total = engine.all_reduce_sum([float(loss_sum), engine.stop_requested(), slots])
     with timer.phase("optimizer"):
         result = engine.optimizer_step(trained, rate)
-    progress.tokens += sum(objective.tokens(row) for row in rows)
     progress.slots += int(slots_total)
     if isfinite(loss_total) and not result.skipped:
         progress.window_loss += loss_total

@@ -115,6 +115,12 @@ def pack(
     )
 
 
+def _tightest_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """The packing with the least padding among rows of one to two times the longest sequence."""
+    options = [packed_rows(lengths, max(lengths) * quarters // 4) for quarters in range(4, 9)]
+    return min(options, key=lambda rows: len(rows) * max(sum(lengths[index] for index in row) for row in rows))
+
+
 def _block_causal(owner_BT: torch.Tensor) -> torch.Tensor:
     """True where a token may look: backwards, inside its own sequence. Padding sees itself, so no row is empty."""
     same_BTT = owner_BT.unsqueeze(-1) == owner_BT.unsqueeze(-2)
@@ -143,7 +149,7 @@ def pack_last(sequences: Sequence[np.ndarray], *, device: torch.device) -> Input
     if not sequences:
         return pack([], [], None, device=device)
     lengths = [len(ids) for ids in sequences]
-    layout = packed_rows(lengths, max(lengths))
+    layout = _tightest_rows(lengths)
     inputs = pack(
         [[sequences[index] for index in row] for row in layout],
         [[np.array([lengths[index] - 1]) for index in row] for row in layout],

@@ -84,6 +84,8 @@ def test_the_page_shows_every_section(page: Path) -> None:
         "I'm doing well, thanks! How are you?",
         "7 min 03 s",
         "quarantined lines by reason",
+        "dialogues.train.jsonl:12 “you idiot”",
+        "text.train.jsonl:9 repeats text.train.jsonl:2 hi!",
     ):
         assert words in text, words
     assert found.tags.count("svg") == 1 + 8

@@ -27,9 +27,9 @@ def linear_engine(zero_stage: int = 1, precision: Any = "fp32", **optimizer: Any
 
 
 def weights(trained: Any) -> list[list[float]]:
-    from deepspeed.zero import GatheredParameters
+    from deepspeed import zero
 
-    with GatheredParameters(list(trained.module.parameters())):
+    with zero.GatheredParameters(list(trained.module.parameters())):
         return [p.detach().float().flatten().tolist() for p in trained.module.parameters()]
 
 
@@ -106,9 +106,7 @@ def test_every_zero_stage_is_plain_torch(zero_stage: int) -> None:
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
     # The comparison would notice a clip or a decay that is not applied.
     for other in (_plain_torch(1e9, 0.1), _plain_torch(0.5, 0.0)):
-        gap = max(
-            (torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in zip(other, expected, strict=True)
-        )
+        gap = max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in zip(other, expected, strict=True))
         assert gap > 1e-4
 
 
