@@ -148,7 +148,9 @@ class RuntimeConfig(Section):
     keep_checkpoints: int = described(2, "newest checkpoints kept while the stage runs", ge=1)
     keep_optimizer: Literal["last", "none"] = described("last", "checkpoints kept after the artifact is committed")
     log_every: int = described(10, "optimizer steps between metric lines", ge=1)
-    max_attempts: int = described(1, "launches of one run before the stage fails; each continues from the last checkpoint", ge=1)
+    max_attempts: int = described(
+        1, "launches of one run before the stage fails; each continues from the last checkpoint", ge=1
+    )
     deepspeed_extra: dict[str, Any] = described({}, "more DeepSpeed settings; may not override the ones dschat owns")
 
 

@@ -106,9 +106,8 @@ def validate(
 ) -> None:
     """Read data files, quarantine bad lines and apply the gates; exit 30 when a gate says no."""
     with _errors(as_json):
-        from dschat_core.stages.validation import validate_files
-
         from dschat_core.config import DATASETS, ValidationConfig
+        from dschat_core.stages.validation import validate_files
 
         if kind is not None and kind not in DATASETS:
             raise ConfigError(f"--kind {kind!r} is unknown", fix=f"one of {', '.join(DATASETS)}")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dschat_core.stages.validation import missing_files
-
 from dschat_core.artifacts import Artifact
 from dschat_core.config import RunConfig, Stage, differing_keys, load_config
 from dschat_core.errors import ConfigError, DschatError, ExitCode
 from dschat_core.report.page import build_report
 from dschat_core.runs import REPORT_FILE, RunFolder, artifacts_of, read_state, saved_config, status
+from dschat_core.stages.validation import missing_files
 from tasks.inputs import changed_files, file_digests
 from tasks.progress import announce
 

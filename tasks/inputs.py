@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dschat_core.stages.validation import input_files
-
 from dschat_core import storage
 from dschat_core.artifacts import InputEntry
 from dschat_core.config import DataConfig, RunConfig
 from dschat_core.errors import IntegrityError
+from dschat_core.stages.validation import input_files
 
 
 def file_digests(config: RunConfig) -> dict[str, str]:

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec
 
-from dschat_core.stages.publishing import publishing as publish
-from dschat_core.stages.validation import validation as validate
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -21,7 +19,9 @@ from dschat_core.artifacts import Artifact, Product, Workspace
 from dschat_core.config import RuntimeConfig
 from dschat_core.errors import RETRYABLE, DschatError
 from dschat_core.runs import RunFolder
+from dschat_core.stages.publishing import publishing as publish
 from dschat_core.stages.tokenization import tokenization as tokenize
+from dschat_core.stages.validation import validation as validate
 from tasks.inputs import input_entries
 from tasks.produce import GivenFolder, Readable, produce, produce_by_job
 from tasks.progress import Reporter

@@ -16,10 +16,38 @@ import yaml
 DSCHAT = str(Path(sys.executable).parent / "dschat")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-WORDS = """
-river stone garden winter coffee music travel summer window morning paper market doctor friend school movie yellow quiet
-bread mountain letter station orange walking cooking reading painting running thinking singing
-""".split()
+WORDS = [
+    "river",
+    "stone",
+    "garden",
+    "winter",
+    "coffee",
+    "music",
+    "travel",
+    "summer",
+    "window",
+    "morning",
+    "paper",
+    "market",
+    "doctor",
+    "friend",
+    "school",
+    "movie",
+    "yellow",
+    "quiet",
+    "bread",
+    "mountain",
+    "letter",
+    "station",
+    "orange",
+    "walking",
+    "cooking",
+    "reading",
+    "painting",
+    "running",
+    "thinking",
+    "singing",
+]
 
 
 def sentence(random_: random.Random, num_words: int) -> str:
