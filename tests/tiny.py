@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,38 +17,13 @@ import yaml
 DSCHAT = str(Path(sys.executable).parent / "dschat")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-WORDS = [
-    "river",
-    "stone",
-    "garden",
-    "winter",
-    "coffee",
-    "music",
-    "travel",
-    "summer",
-    "window",
-    "morning",
-    "paper",
-    "market",
-    "doctor",
-    "friend",
-    "school",
-    "movie",
-    "yellow",
-    "quiet",
-    "bread",
-    "mountain",
-    "letter",
-    "station",
-    "orange",
-    "walking",
-    "cooking",
-    "reading",
-    "painting",
-    "running",
-    "thinking",
-    "singing",
-]
+WORDS = re.findall(
+    r"\w+",
+    """
+    river stone garden winter coffee music travel summer window morning paper market doctor friend school movie yellow
+    quiet bread mountain letter station orange walking cooking reading painting running thinking singing
+    """,
+)
 
 
 def sentence(random_: random.Random, num_words: int) -> str:
