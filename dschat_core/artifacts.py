@@ -129,13 +129,17 @@ class Part:
         return self.artifact.fetch(self.name)
 
 
-@dataclass(frozen=True)
 class Artifact:
-    """A committed artifact."""
+    """A committed artifact.
 
-    uri: str
-    manifest: Manifest
-    local_root: Path
+    A plain class on purpose: Prefect looks for a task's inputs inside dataclasses and models, and would draw an edge to
+    every ancestor that the manifest names.
+    """
+
+    def __init__(self, uri: str, manifest: Manifest, local_root: Path) -> None:
+        self.uri = uri
+        self.manifest = manifest
+        self.local_root = local_root
 
     def part(self, name: str) -> Part:
         """One of its parts. Raises ConfigError naming those there are."""

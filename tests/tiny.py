@@ -17,6 +17,9 @@ import yaml
 DSCHAT = str(Path(sys.executable).parent / "dschat")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# A secret in every process's environment; a test looks for it in all that a run leaves behind.
+CANARY = "canary-7d1f0c"
+
 WORDS = re.findall(
     r"\w+",
     """
@@ -121,7 +124,7 @@ def write_config(root: Path, tree: dict[str, Any], name: str = "tiny.yaml") -> P
 def environment(home: Path, **more: str) -> dict[str, str]:
     """The environment of a `dschat` process with a Prefect of its own and no server configured."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return {**kept, "PREFECT_HOME": str(home), "NO_COLOR": "1", **more}
+    return {**kept, "PREFECT_HOME": str(home), "NO_COLOR": "1", "WANDB_API_KEY": CANARY, "DB_PASSWORD": CANARY, **more}
 
 
 def dschat(*arguments: str, home: Path, check: int | None = 0, **more: str) -> subprocess.CompletedProcess[str]:

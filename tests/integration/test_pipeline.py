@@ -113,6 +113,17 @@ def test_verify_names_the_changed_file(tiny_run: TinyRun, tmp_path: Path) -> Non
     assert "model/model.safetensors" in done.stderr
 
 
+def test_resume_runs_the_saved_config(tiny_run: TinyRun) -> None:
+    done = tiny.dschat("resume", str(tiny_run.folder), "--json", home=tiny_run.home)
+    assert set(states(json.loads(done.stdout)).values()) == {"reused"}
+
+
+def test_r16_no_secret_is_left_behind(tiny_run: TinyRun) -> None:
+    files = [path for path in tiny_run.root.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert any(path.name == "prefect.db" for path in files)
+    assert [path for path in files if tiny.CANARY.encode() in path.read_bytes()] == []
+
+
 def test_resume_refuses_a_changed_input_by_name(tiny_run: TinyRun) -> None:
     path = tiny_run.root / "data" / "dialogues.train.jsonl"
     before = path.read_bytes()

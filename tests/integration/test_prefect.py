@@ -116,12 +116,14 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 def test_a_deployed_run_shows_eight_stages_and_the_right_edges(deployed: Deployed, tiny_run: TinyRun) -> None:
-    run = deployed.start_run(tiny_run.config, ["name=deployed"])
+    run = deployed.start_run(tiny_run.config, ["name=deployed", "ppo.seed=5"])
     deployed.wait_for(run, "COMPLETED", "FAILED", "CRASHED")
     assert deployed.state(run) == "COMPLETED"
     tasks = {task["name"]: task for task in deployed.task_runs(run)}
     assert list(tasks) == list(STAGES)
-    assert {task["state"]["name"] for task in tasks.values()} == {"Reused"}
+    made = [name for name, task in tasks.items() if task["state"]["name"] == "Completed"]
+    assert made == ["ppo", "evaluation", "publishing"]
+    assert {task["state"]["name"] for name, task in tasks.items() if name not in made} == {"Reused"}
     names = {task["id"]: name for name, task in tasks.items()}
     parents = {
         name: {names[source["id"]] for sources in task["task_inputs"].values() for source in sources if "id" in source}
