@@ -165,6 +165,9 @@ class ModelConfig(Section):
     context_length: int = described(2048, "longest sequence, in tokens", gt=0)
     tie_embeddings: bool = described(True, "share input and output embeddings")
     rope_theta: float = described(10_000.0, "base of the rotary embedding", gt=0)
+    init_std: float = described(
+        0.02, "deviation of the initial weights; about sqrt(2 / (5 hidden_size)) suits small widths", gt=0
+    )
 
     @model_validator(mode="after")
     def _divisible(self) -> ModelConfig:

@@ -205,7 +205,20 @@ def _run(config: RunConfig, path: str, overrides: list[str], until: Stage | None
 
     use_console(Console(stderr=as_json))
     signal.signal(signal.SIGTERM, _terminate)
-    chat_pipeline(path, overrides, until)
+    import httpx
+
+    try:
+        chat_pipeline(path, overrides, until)
+    except (httpx.TransportError, RuntimeError) as error:
+        api = os.environ.get("PREFECT_API_URL")
+        unreachable = isinstance(error, httpx.TransportError) or "Failed to reach API" in str(error)
+        if not (api and unreachable):
+            raise
+        raise ConfigError(
+            f"Prefect's server at {api} does not answer",
+            why=str(error),
+            fix="start it (`prefect server start`), or unset PREFECT_API_URL to use the embedded one",
+        ) from error
     shown = read_status(config.folder)
     _print_json(shown) if as_json else _print_status(shown)
 

@@ -100,7 +100,7 @@ class MetricsLog:
 def human_line(line: dict[str, Any]) -> str:
     """`Step 100: loss=3.21 lr=3.0e-4 avg time per step=1.2s (comm=0.3s, comp=0.9s) 12.4k tok/s`."""
     words = [f"Step {line['step']}:"]
-    for name in ("loss", "eval_loss", "reward_mean", "kl", "reply_length"):
+    for name in ("loss", "eval_loss", "reward_mean", "heldout_reward", "kl", "reply_length"):
         if isinstance(line.get(name), int | float):
             words.append(f"{name}={line[name]:.4g}")
     if "lr" in line:

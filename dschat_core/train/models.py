@@ -28,6 +28,7 @@ def new_llama(config: ModelConfig, tokenizer: ChatTokenizer, *, seed: int) -> An
             num_key_value_heads=config.num_kv_heads or config.num_heads,
             max_position_embeddings=config.context_length,
             tie_word_embeddings=config.tie_embeddings,
+            initializer_range=config.init_std,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             bos_token_id=tokenizer.document_start_id,
             eos_token_id=tokenizer.end_of_turn_id,

@@ -91,3 +91,10 @@ def test_an_unknown_stage_is_refused(tmp_path: Path, home: Path) -> None:
     config = tiny.write_config(tmp_path, tiny.tiny_tree(tmp_path))
     done = tiny.dschat("run", str(config), "--until", "sftt", home=home, check=20)
     assert "one of validation, tokenization" in done.stderr
+
+
+def test_a_prefect_server_that_does_not_answer_is_named(tmp_path: Path, home: Path) -> None:
+    config = tiny.write_config(tmp_path, tiny.tiny_tree(tmp_path))
+    api = "http://127.0.0.1:9/api"
+    done = tiny.dschat("run", str(config), home=home, check=20, PREFECT_API_URL=api)
+    assert f"{api} does not answer" in done.stderr
