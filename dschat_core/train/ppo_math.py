@@ -16,6 +16,9 @@ import torch
 LOG_RATIO_LIMIT = 20.0
 """exp(20) = 5e8: far beyond every clip range, and still finite in fp16's wider neighbours (bf16, fp32)."""
 
+ROUNDING = 16 * torch.finfo(torch.float32).eps
+"""Relative spread below which numbers that came from fp32 networks are the same number."""
+
 
 def masked_mean(x_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Mean over the real tokens, a scalar; 0 where there is none."""
@@ -63,7 +66,7 @@ def whiten(x_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[torch.Tensor, boo
     mean = masked_mean(x_BT, mask_BT)
     centred_BT = torch.where(mask_BT, x_BT - mean, 0)
     deviation = masked_mean(centred_BT.square(), mask_BT).sqrt()
-    rounding = 16 * torch.finfo(x_BT.dtype).eps * torch.where(mask_BT, x_BT, 0).abs().max()
+    rounding = ROUNDING * torch.where(mask_BT, x_BT, 0).abs().max()
     if deviation <= rounding:
         return torch.zeros_like(x_BT), True
     return centred_BT / deviation, False
