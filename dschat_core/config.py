@@ -257,6 +257,7 @@ class PpoConfig(OptimizerConfig):
     rollout_batch_size: int = described(128, "prompts sampled per iteration over all ranks", gt=0)
     minibatch_size: int = described(32, "replies per optimizer step over all ranks", gt=0)
     ppo_epochs: int = described(4, "passes over the replies of one iteration", gt=0)
+    critic_warmup: int = described(0, "first iterations in which only the critic learns", ge=0)
     max_prompt_tokens: int = described(512, "longer prompts lose their oldest turns", gt=0)
     reply_limit: int = described(256, "longest reply, in tokens", gt=0)
     temperature: float = described(1.0, "sampling temperature, in every log-probability too", gt=0)
@@ -292,6 +293,10 @@ class PpoConfig(OptimizerConfig):
         if self.minibatch_size > self.rollout_batch_size:
             raise ValueError(
                 f"minibatch_size={self.minibatch_size} exceeds rollout_batch_size={self.rollout_batch_size}"
+            )
+        if self.critic_warmup >= self.num_iterations:
+            raise ValueError(
+                f"critic_warmup={self.critic_warmup} leaves the policy none of num_iterations={self.num_iterations}"
             )
         if self.reward_model and self.reward_function:
             raise ValueError("reward_model and reward_function are both set; keep one")

@@ -7,11 +7,13 @@ One iteration, in the order of the code below:
     3 penalise   replies that did not end by themselves
     4 reward     −kl_coef · (log π − log π_ref) at each token, plus the score at the last one
     5 advantages GAE, whitened over all replies of the iteration
-    6 update     `ppo_epochs` passes of minibatches over them: clipped policy and value losses
+    6 update     `ppo_epochs` passes of minibatches over them: clipped policy and value losses; in the first
+                 `critic_warmup` iterations the value loss alone
     7 log        and, every so often, held-out reward, sample replies and a checkpoint
 
 Departures from the papers (Schulman et al. 2017, Ziegler et al. 2019): the value network is a transformer of its own,
-with its own optimizer, started from the reward model; losses are means over all reply tokens of a minibatch, not
+with its own optimizer, started from the reward model, which knows nothing yet of replies that are still going on:
+without a warm-up its first advantages reward ending early (Yuan et al. 2025 saw the same collapse); losses are means over all reply tokens of a minibatch, not
 means of rows; advantages are whitened once per iteration, not per minibatch; dropout is off everywhere.
 
 Replies are dealt to the ranks for sampling and scoring, then gathered: every rank computes the same rewards and
@@ -301,6 +303,7 @@ def update(
     total_steps = section.num_iterations * section.ppo_epochs * steps_per_epoch
     step = (iteration - 1) * section.ppo_epochs * steps_per_epoch
     first_log_ratio_max = lr = 0.0
+    policy_learns = iteration > section.critic_warmup
     with timer.phase("update"):
         for epoch in range(section.ppo_epochs):
             shuffled = np.random.default_rng((section.seed, MINIBATCHES, iteration, epoch)).permutation(len(rollouts))
@@ -316,16 +319,23 @@ def update(
                     part = mine[first : first + players.micro_batch_size]
                     batch = collate(part, pad_id=players.pad_id, device=ranks.device())
                     is_last = first == starts[-1]
-                    log_ratio_max = _losses(players, section, part, batch, num_tokens, is_last=is_last, sums=sums)
-                    if epoch == 0 and start == 0:
-                        first_log_ratio_max = max(first_log_ratio_max, log_ratio_max)
+                    _value_step(players, section, part, batch, num_tokens, is_last=is_last, sums=sums)
+                    if policy_learns:
+                        log_ratio_max = _policy_step(
+                            players, section, part, batch, num_tokens, is_last=is_last, sums=sums
+                        )
+                        if epoch == 0 and start == 0:
+                            first_log_ratio_max = max(first_log_ratio_max, log_ratio_max)
                 lr = ranks.learning_rate(section, step, total_steps)
                 critic_lr = ranks.learning_rate(section, step, total_steps, peak=section.critic_learning_rate)
                 with timer.phase("optimizer"):
-                    actor = ranks.optimizer_step(players.actor, lr)
                     critic = ranks.optimizer_step(players.critic, critic_lr)
-                sums.add(grad_norm=actor.grad_norm, critic_grad_norm=critic.grad_norm, steps=1)
-                skipped = actor.skipped or critic.skipped
+                    sums.add(critic_grad_norm=critic.grad_norm)
+                    skipped = critic.skipped
+                    if policy_learns:
+                        actor = ranks.optimizer_step(players.actor, lr)
+                        sums.add(grad_norm=actor.grad_norm)
+                        skipped = skipped or actor.skipped
                 progress.num_skipped += skipped
                 progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
                 if progress.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
@@ -339,22 +349,26 @@ def update(
         totals = sums.reduce()
         first_log_ratio_max = max(ranks.gather_objects(first_log_ratio_max))
     steps, tokens = steps_per_epoch * section.ppo_epochs, totals["num_tokens"]
-    return {
-        "loss": totals["policy_loss"] / tokens,
-        "policy_loss": totals["policy_loss"] / tokens,
+    fields = {
         "value_loss": totals["value_loss"] / tokens,
-        "entropy": totals["entropy"] / tokens,
-        "clip_share": totals["clipped"] / tokens,
-        "update_kl": totals["update_kl"] / tokens,
-        "first_log_ratio_max": first_log_ratio_max,
-        "grad_norm": totals["grad_norm"] / ranks.world_size() / steps,
         "critic_grad_norm": totals["critic_grad_norm"] / ranks.world_size() / steps,
         "skipped_steps": progress.num_skipped,
-        "lr": lr,
     }
+    if policy_learns:
+        fields |= {
+            "loss": totals["policy_loss"] / tokens,
+            "policy_loss": totals["policy_loss"] / tokens,
+            "entropy": totals["entropy"] / tokens,
+            "clip_share": totals["clipped"] / tokens,
+            "update_kl": totals["update_kl"] / tokens,
+            "first_log_ratio_max": first_log_ratio_max,
+            "grad_norm": totals["grad_norm"] / ranks.world_size() / steps,
+            "lr": lr,
+        }
+    return fields
 
 
-def _losses(
+def _policy_step(
     players: Players,
     section: PpoConfig,
     rows: Sequence[Rollout],
@@ -364,35 +378,45 @@ def _losses(
     is_last: bool,
     sums: _Sums,
 ) -> float:
-    """Forward and backward of both networks on one micro-batch; returns the largest |log-ratio|.
+    """Forward and backward of the policy on one micro-batch; returns the largest |log-ratio|.
 
-    `num_tokens` counts the reply tokens of the whole minibatch, over all ranks: the losses are means over them.
+    `num_tokens` counts the reply tokens of the whole minibatch, over all ranks: the loss is a mean over them.
     """
     mask_BT = batch.reply_mask_BT
-    logp_old_BT, advantages_BT, values_old_BT, returns_BT = (
-        batch.column(rows, name) for name in ("logp", "advantages", "values", "returns")
-    )
+    logp_old_BT, advantages_BT = batch.column(rows, "logp"), batch.column(rows, "advantages")
     logp_BT, entropy_BT = reply_log_probs(players.actor, batch, section.temperature)
     policy = ppo_math.policy_loss(logp_BT, logp_old_BT, advantages_BT, clip=section.clip)
-    policy_sum = torch.where(mask_BT, policy.loss_BT, 0).sum()
-    ranks.backward(players.actor, policy_sum, count=num_tokens, is_last=is_last)
-
-    values_BT = players.critic(batch)
-    value_BT = ppo_math.value_loss(values_BT, values_old_BT, returns_BT, clip=section.value_clip)
-    value_sum = torch.where(mask_BT, value_BT, 0).sum()
-    ranks.backward(players.critic, value_sum, count=num_tokens, is_last=is_last)
-
+    loss_sum = torch.where(mask_BT, policy.loss_BT, 0).sum()
+    ranks.backward(players.actor, loss_sum, count=num_tokens, is_last=is_last)
     with torch.no_grad():
         log_ratio_BT = torch.where(mask_BT, logp_BT - logp_old_BT, 0)
         sums.add(
-            policy_loss=float(policy_sum),
-            value_loss=float(value_sum),
+            policy_loss=float(loss_sum),
             entropy=float(torch.where(mask_BT, entropy_BT, 0).sum()),
             clipped=float((policy.clipped_BT & mask_BT).sum()),
             update_kl=float((torch.expm1(log_ratio_BT) - log_ratio_BT).sum()),
-            num_tokens=float(mask_BT.sum()),
         )
         return float(log_ratio_BT.abs().max())
+
+
+def _value_step(
+    players: Players,
+    section: PpoConfig,
+    rows: Sequence[Rollout],
+    batch: Batch,
+    num_tokens: int,
+    *,
+    is_last: bool,
+    sums: _Sums,
+) -> None:
+    """Forward and backward of the critic on one micro-batch; its loss is a mean over `num_tokens` too."""
+    mask_BT = batch.reply_mask_BT
+    value_BT = ppo_math.value_loss(
+        players.critic(batch), batch.column(rows, "values"), batch.column(rows, "returns"), clip=section.value_clip
+    )
+    loss_sum = torch.where(mask_BT, value_BT, 0).sum()
+    ranks.backward(players.critic, loss_sum, count=num_tokens, is_last=is_last)
+    sums.add(value_loss=float(loss_sum.detach()), num_tokens=float(mask_BT.sum()))
 
 
 class _Sums:
