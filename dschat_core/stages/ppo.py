@@ -12,9 +12,10 @@ One iteration, in the order of the code below:
     7 log        and, every so often, held-out reward, sample replies and a checkpoint
 
 Departures from the papers (Schulman et al. 2017, Ziegler et al. 2019): the value network is a transformer of its own,
-with its own optimizer, started from the reward model, which knows nothing yet of replies that are still going on:
-without a warm-up its first advantages reward ending early (Yuan et al. 2025 saw the same collapse); losses are means over all reply tokens of a minibatch, not
-means of rows; advantages are whitened once per iteration, not per minibatch; dropout is off everywhere.
+with its own optimizer, started from the reward model. That one knows nothing of replies that are still going on, and
+its first advantages would favour ending early: hence `critic_warmup` (Yuan et al. 2025 found the same collapse).
+Losses are means over all reply tokens of a minibatch, not means of rows; advantages are whitened once per iteration,
+not per minibatch; dropout is off everywhere.
 
 Replies are dealt to the ranks for sampling and scoring, then gathered: every rank computes the same rewards and
 advantages and takes its share of each minibatch, so the result means the same on any number of ranks. All randomness

@@ -156,15 +156,23 @@ def test_m5_first_log_ratio_with_dropout_and_temperature(tmp_path: Path, parts: 
     assert all(line["first_log_ratio_max"] <= 1e-5 for line in metrics(job)[1:])
 
 
+ADAPTIVE = {"kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 50}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, parts: dict[str, Path]) -> Job:
+    job = ppo_job(tmp_path_factory.mktemp("undisturbed"), parts, **ADAPTIVE)
+    run_ranks(2, train, job)
+    return job
+
+
 @pytest.mark.parametrize("step", ["sample", "score", "update"])
-def test_r1_an_interrupted_iteration_is_repeated_to_the_bit(tmp_path: Path, parts: dict[str, Path], step: str) -> None:
-    undisturbed = ppo_job(tmp_path / "whole", parts, kl_controller="adaptive", kl_target=0.01, kl_horizon=50)
-    run_ranks(2, train, undisturbed)
-    changes = {"kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 50}
-    first = ppo_job(tmp_path / "cut", parts, **changes)
+def test_r1_an_interrupted_iteration_is_repeated_to_the_bit(
+    tmp_path: Path, parts: dict[str, Path], undisturbed: Job, step: str
+) -> None:
     with pytest.raises(RuntimeError, match="lights"):
-        run_ranks(2, train_until, first, step, 3)
-    second = ppo_job(tmp_path / "cut", parts, attempt=2, **changes)
+        run_ranks(2, train_until, ppo_job(tmp_path, parts, **ADAPTIVE), step, 3)
+    second = ppo_job(tmp_path, parts, attempt=2, **ADAPTIVE)
     facts = run_ranks(2, train, second)[0]
     assert facts["resumed_from"] == 2
     assert metrics(second) == metrics(undisturbed)
@@ -249,3 +257,18 @@ def test_a_broken_reward_function_is_named(
 def test_no_prompt_fits(tmp_path: Path, parts: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="max_prompt_tokens=3"):
         run_ranks(1, train, ppo_job(tmp_path, parts, max_prompt_tokens=3))
+
+
+def test_the_policy_waits_while_the_critic_warms_up(tmp_path: Path, parts: dict[str, Path]) -> None:
+    waiting = ppo_job(tmp_path, parts, critic_warmup=2, num_iterations=3)
+    run_ranks(2, train, waiting)
+    lines = metrics(waiting)
+    assert [line["kl"] == pytest.approx(0, abs=1e-4) for line in lines[1:]] == [True, True, True]
+    assert ["policy_loss" in line for line in lines[1:]] == [False, False, True]
+    before = load_file(parts["model"] / "model.safetensors")
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(waiting).items())
+
+
+def test_a_warm_up_that_never_ends_is_refused() -> None:
+    with pytest.raises(ValueError, match="critic_warmup=4 leaves the policy none of num_iterations=4"):
+        PpoConfig(num_iterations=4, critic_warmup=4)
