@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,3 +48,29 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
     done = tiny.dschat("run", str(config), "--json", home=home)
     yield TinyRun(root, tree, config, home, json.loads(done.stdout))
     assert tiny.processes_of(root / "store") == []
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An empty bucket on a real S3 protocol server of the test's own."""
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    # fsspec remembers clients, and with them the address of an earlier test's server.
+    S3FileSystem.clear_instance_cache()
+    # moto keeps its buckets for the life of the process.
+    name = f"dschat-{uuid.uuid4().hex[:8]}"
+    S3FileSystem().mkdir(name)
+    yield f"s3://{name}"
+    S3FileSystem.clear_instance_cache()
+    server.stop()

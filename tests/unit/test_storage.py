@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,6 @@ from dschat_core.artifacts import Artifact, InputEntry, Product, Store, Workspac
 from dschat_core.config import SftConfig
 from dschat_core.errors import ConfigError
 from dschat_core.leases import this_process
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        storage.filesystem("s3://dschat").mkdir("dschat")
-        yield "s3://dschat"
-    server.stop()
 
 
 @pytest.fixture(params=["local", "s3"])
