@@ -20,7 +20,7 @@ LOG_LINES = 200
 
 # Chatter of launcher, DeepSpeed and torch: it stays in the attempt's launcher.log.
 NOISE = re.compile(
-    r"^\[\d{4}-\d\d-\d\d [\d:,]+\]|^\[?[WI]\d{4} |^\[Gloo\]|Setting ds_accelerator|^\s*$|FutureWarning|UserWarning"
+    r"^([\w.-]+: )?(\[\d{4}-\d\d-\d\d [\d:,]+\]|\[?[WI]\d{4} )|^\[Gloo\]|Setting ds_accelerator|^\s*$|FutureWarning|UserWarning"
     r"|^\s+warnings\.warn|^Loading weights:|^\*{5,}|^Writing model shards|FutureWarning|^\s+(return|ret|with|func)\b"
 )
 STEP_LINE = re.compile(r"^(Step|Iteration) \d+: ")
