@@ -43,7 +43,9 @@ class Chat:
     def __init__(self, folder: Path, *, temperature: float, reply_limit: int, seed: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self._tokenizer = load_tokenizer(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._temperature, self._seed = temperature, seed

@@ -132,7 +132,9 @@ def verify(
         if as_json:
             _print_json({"uri": artifact, "key": manifest.key, "files": len(manifest.files), "problems": problems})
         elif not problems:
-            Console().print(f"{artifact}: {len(manifest.files)} files are what the manifest says", markup=False)
+            Console().print(
+                f"{artifact}: {len(manifest.files)} files are what the manifest says", markup=False, soft_wrap=True
+            )
         if problems and not as_json:
             raise IntegrityError(
                 "; ".join(problems), where=artifact, why="changed or damaged after it was committed", fix=_REBUILD
@@ -154,7 +156,7 @@ def report(name: RunName, runs: Runs = "runs", as_json: Json = False) -> None:
         folder = find_run(name, runs)
         write_report(saved_config(folder))
         path = str(folder / REPORT_FILE)
-        _print_json({"run": folder.name, "report": path}) if as_json else Console().print(path, markup=False)
+        _print_json({"run": folder.name, "report": path}) if as_json else print(path)
 
 
 @app.command()
