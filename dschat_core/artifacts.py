@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from dschat_core import storage
 from dschat_core.config import Section, Stage, result_section
@@ -91,6 +91,14 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     git_revision: str | None
     seal: str = ""
+
+    @field_validator("files")
+    @classmethod
+    def _inside_the_artifact(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise ValueError(f"the file name {name!r} points outside the artifact")
+        return files
 
     def content_digest(self) -> str:
         """SHA-256 of everything but the seal."""
@@ -433,7 +441,7 @@ def _parse_manifest(data: bytes, uri: str) -> Manifest:
     except ValidationError as error:
         raise IntegrityError(
             f"{storage.join(uri, MANIFEST)} is damaged",
-            why=str(error).splitlines()[0],
+            why=error.errors()[0]["msg"],
             fix=f"remove {uri} and run again",
         ) from None
     return manifest

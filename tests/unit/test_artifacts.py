@@ -191,3 +191,13 @@ def test_an_unwritable_root_is_refused_by_name(tmp_path: Path) -> None:
 def test_r15_paths_with_spaces_and_chinese_characters_work(tmp_path: Path) -> None:
     made = make(tmp_path / "a b" / "数据")
     assert artifacts.verify(made.uri) == []
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "model/../../outside"])
+def test_r14_a_manifest_that_points_outside_is_refused(tmp_path: Path, name: str) -> None:
+    made = make(tmp_path)
+    path = Path(made.uri) / "manifest.json"
+    path.write_text(path.read_text().replace('"log.txt": {', f'"{name}": {{'))
+    with pytest.raises(IntegrityError, match="damaged") as caught:
+        artifacts.verify(made.uri)
+    assert "points outside" in caught.value.why
