@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from dschat_core import storage
 from dschat_core.config import Section, Stage, result_section
@@ -99,6 +99,13 @@ class Manifest(BaseModel):
             if name.startswith("/") or ".." in name.split("/"):
                 raise ValueError(f"the file name {name!r} points outside the artifact")
         return files
+
+    @model_validator(mode="after")
+    def _parts_are_listed(self) -> Manifest:
+        for part, entry in self.parts.items():
+            if unlisted := sorted(set(entry.files) - set(self.files)):
+                raise ValueError(f"part {part!r} names {unlisted[0]!r}, which is not among the files")
+        return self
 
     def content_digest(self) -> str:
         """SHA-256 of everything but the seal."""
@@ -193,7 +200,7 @@ def part_of(manifest: Manifest, name: str) -> str:
 
 
 def _file_problem(path: Path, entry: FileEntry) -> str | None:
-    if not path.is_file():
+    if not os.path.isfile(path):
         return "missing"
     size = path.stat().st_size
     if size != entry.size_bytes:
@@ -306,7 +313,7 @@ class Store:
     """
 
     def __init__(self, root: str) -> None:
-        self.root = root if storage.is_remote(root) else str(Path(root).absolute())
+        self.root = root if storage.is_remote(root) else str(storage.local_path(root).absolute())
         storage.ensure_writable(self.root)
 
     def uri(self, stage: str, key: str) -> str:
@@ -370,12 +377,17 @@ class Store:
             workspace.output.mkdir()
             workspace.state.mkdir(exist_ok=True)
             renewal.start()
-            yield workspace
+            with storage.explained("write to", str(root)):
+                yield workspace
         finally:
             stop.set()
+            # A renewal under way would write the lease again after its removal.
+            if renewal.is_alive():
+                renewal.join()
             shutil.rmtree(root / f".work-{token}", ignore_errors=True)
-            if self._holder_token(uri) == token:
-                storage.delete(storage.join(uri, LEASE))
+            with local_lock(root):
+                if self._holder_token(uri) == token:
+                    storage.delete(storage.join(uri, LEASE))
 
     def check_lease(self, uri: str, token: str) -> None:
         """Raises TransientError if the lease is no longer ours."""
@@ -417,9 +429,15 @@ class Store:
 
 
 def local_folder(uri: str) -> Path:
-    """Where an artifact's files lie on this machine: itself, or for S3 a cache (`DSCHAT_CACHE`)."""
+    """Where an artifact's files lie on this machine: itself, or for S3 a cache (`DSCHAT_CACHE`).
+
+    Raises:
+        IntegrityError: an S3 address climbs out of the cache.
+    """
     if not storage.is_remote(uri):
-        return Path(uri).absolute()
+        return storage.local_path(uri).absolute()
+    if ".." in uri.split("/"):
+        raise IntegrityError(f"{uri} points outside its bucket", fix="name the artifact without `..`")
     cache = Path(os.environ.get("DSCHAT_CACHE", Path.home() / ".cache" / "dschat"))
     return cache / uri.replace("://", "/")
 
@@ -449,7 +467,8 @@ def _parse_manifest(data: bytes, uri: str) -> Manifest:
 
 def load_artifact(uri: str) -> Artifact:
     """The artifact at an address. Raises ConfigError if there is no manifest there."""
-    uri = uri if storage.is_remote(uri) else str(Path(uri).resolve())
+    with storage.explained("look for", uri):
+        uri = uri if storage.is_remote(uri) else str(storage.local_path(uri).resolve())
     try:
         data = storage.read_bytes(storage.join(uri, MANIFEST))
     except (FileNotFoundError, NotADirectoryError):

@@ -9,9 +9,9 @@ how the stage runs; everything else defines its result and is hashed into the ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -129,16 +129,21 @@ class TokenizationConfig(Section):
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
 class RuntimeConfig(Section):
     """Where and how a stage runs. Nothing here changes what the stage computes."""
 
     num_nodes: int = described(1, "nodes of the job", ge=1)
-    ranks_per_node: int | Literal["auto"] = described("auto", "ranks on each node; auto: one per GPU, 2 on a CPU")
+    ranks_per_node: PositiveInt | Literal["auto"] = described(
+        "auto", "ranks on each node; auto: one per GPU, 2 on a CPU"
+    )
     hostfile: str | None = described(None, "DeepSpeed hostfile (`name slots=N` per line) for more than one node")
-    threads_per_rank: int | Literal["auto"] = described(
+    threads_per_rank: PositiveInt | Literal["auto"] = described(
         "auto", "OpenMP threads of a rank; auto: cores divided by ranks"
     )
-    micro_batch_size: int | Literal["auto"] = described(
+    micro_batch_size: PositiveInt | Literal["auto"] = described(
         "auto", "rows per rank and backward; auto: about 1,024 tokens on a CPU, 8 rows on a GPU"
     )
     zero_stage: Literal[0, 1, 2, 3] = described(1, "DeepSpeed ZeRO stage")
@@ -376,6 +381,13 @@ class RunConfig(Section):
             )
         return value
 
+    @field_validator("runs")
+    @classmethod
+    def _local_folder(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError(f"{value!r} is an address; only `store` may be one, a run's own folder is local")
+        return value
+
     def stages(self) -> list[Stage]:
         """The stages that are not left out, in pipeline order."""
         return [stage for stage in STAGES if getattr(self, stage) is not None]
@@ -463,7 +475,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text", why=str(error), fix=f"save {path} as UTF-8") from None
     try:
-        tree = yaml.load(text, Loader=_ConfigLoader) or {}
+        tree = _load_yaml(text) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML", why=str(error), fix=f"mend {path} at the place named") from None
     if not isinstance(tree, dict):
@@ -500,7 +512,7 @@ def config_error(error: ValidationError, *, where: str) -> ConfigError:
     )
 
 
-_UNION_TAGS = {"int", "literal['auto']", "str"}
+_UNION_TAGS = {"int", "constrained-int", "literal['auto']", "str"}
 
 
 def _suggestion(location: Sequence[int | str]) -> str:
@@ -527,7 +539,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             f"--set {override!r} is not of the form a.b=value", fix="for example --set sft.learning_rate=1e-5"
         )
     try:
-        parsed = yaml.load(value, Loader=_ConfigLoader)
+        parsed = _load_yaml(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML", why=str(error)) from None
     node = tree
@@ -545,10 +557,24 @@ class _ConfigLoader(yaml.SafeLoader):
     """YAML 1.1 as people expect it: `1e-5` is a number and a repeated key is an error."""
 
 
+def _load_yaml(text: str) -> Any:
+    """What a YAML text holds. Raises yaml.YAMLError, also for what Python itself refuses to build from it."""
+    try:
+        return yaml.load(text, Loader=_ConfigLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits, a 31st of February
+        raise yaml.YAMLError(str(error)) from None
+
+
 def _unique_mapping(loader: _ConfigLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise yaml.constructor.ConstructorError(None, None, "a key is not plain text", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
         seen.add(key)

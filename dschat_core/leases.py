@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from dschat_core import storage
 
@@ -23,7 +23,7 @@ class Owner(BaseModel):
     run: str
     host: str
     boot_id: str
-    pid: int
+    pid: int = Field(gt=0, lt=2**31)
     started: float
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from dschat_core import storage
 from dschat_core.artifacts import Artifact, Store, load_artifact
@@ -155,7 +155,7 @@ def _unfinished(state: RunState) -> bool:
 
 
 def _read_state(folder: Path) -> RunState | None:
-    with suppress(OSError, ValidationError):
+    with suppress(OSError, ValueError):
         return RunState.model_validate_json((folder / STATE_FILE).read_text(encoding="utf-8"))
     return None
 
@@ -195,7 +195,7 @@ def status(folder: Path) -> dict[str, Any]:
 def find_run(name: str, runs: str = "runs") -> Path:
     """A run's folder by path or by name below `runs`. Raises ConfigError."""
     for candidate in (Path(name), Path(runs) / name):
-        if (candidate / STATE_FILE).is_file():
+        if os.path.isfile(candidate / STATE_FILE):
             return candidate
     known = ", ".join(sorted(p.parent.name for p in Path(runs).glob(f"*/{STATE_FILE}"))) or "none"
     raise ConfigError(

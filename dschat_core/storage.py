@@ -29,6 +29,11 @@ def is_remote(uri: str) -> bool:
     return "://" in uri and not uri.startswith("file://")
 
 
+def local_path(uri: str) -> Path:
+    """The path of a local address."""
+    return Path(uri.removeprefix("file://"))
+
+
 def join(root: str, *parts: str) -> str:
     """`root` and `parts` as one address."""
     return "/".join([root.rstrip("/"), *parts]) if root != "/" else "/" + "/".join(parts)
@@ -36,7 +41,12 @@ def join(root: str, *parts: str) -> str:
 
 def filesystem(uri: str) -> Any:
     """The fsspec file system of an address; credentials and endpoint come from the usual AWS variables."""
-    return fsspec.core.url_to_fs(uri, **({"use_listings_cache": False} if is_remote(uri) else {}))[0]
+    try:
+        return fsspec.core.url_to_fs(uri, **({"use_listings_cache": False} if is_remote(uri) else {}))[0]
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"cannot use the address {uri}", why=str(error), fix="name a folder or an s3:// address"
+        ) from error
 
 
 @contextmanager
@@ -56,7 +66,7 @@ def explained(action: str, uri: str) -> Iterator[None]:
                 fix="free space there, then run the same command again: nothing committed was lost",
             ) from error
         if isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | IsADirectoryError) or (
-            error.errno == errno.EROFS
+            error.errno in (errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
         ):
             raise ConfigError(
                 f"cannot {action} {uri}", why=reason, fix="choose another path (`store:` or `runs:`) or mend its rights"
@@ -76,20 +86,20 @@ def _free_bytes(uri: str) -> int | None:
 
 def read_bytes(uri: str) -> bytes:
     """The whole object. Raises FileNotFoundError if there is none."""
-    if not is_remote(uri):
-        return Path(uri).read_bytes()
     with explained_unless_missing("read", uri):
+        if not is_remote(uri):
+            return local_path(uri).read_bytes()
         return cast(bytes, filesystem(uri).cat_file(uri))
 
 
 @contextmanager
 def explained_unless_missing(action: str, uri: str) -> Iterator[None]:
-    """`explained`, but a missing object stays a FileNotFoundError for the caller to judge."""
+    """`explained`, but a missing object stays an OSError for the caller to judge: FileNotFound or NotADirectory."""
     try:
         with explained(action, uri):
             yield
     except ConfigError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise error.__cause__ from None
         raise
 
@@ -256,8 +266,9 @@ class DigestMemory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: dict[str, list[str]] = {}
-        with suppress(OSError, ValueError):
-            self._known = json.loads(path.read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError, AttributeError):
+            known = json.loads(path.read_text(encoding="utf-8"))
+            self._known = {uri: pair for uri, pair in known.items() if isinstance(pair, list) and len(pair) == 2}
 
     def sha256(self, uri: str) -> str:
         """SHA-256 of the file, from memory when its identity has not changed."""
@@ -278,5 +289,5 @@ class DigestMemory:
             if is_remote(uri):
                 info = filesystem(uri).info(uri)
                 return f"{info['size']} {info.get('ETag')} {info.get('VersionId')}"
-            stat = os.stat(uri)
+            stat = local_path(uri).stat()
             return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"

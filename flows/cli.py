@@ -150,11 +150,11 @@ _REBUILD = "remove that artifact's folder, then dschat run its config again to r
 def report(name: RunName, runs: Runs = "runs", as_json: Json = False) -> None:
     """Draw the run's report anew and print where it is."""
     with _errors(as_json):
-        from dschat_core.runs import REPORT_FILE, find_run, saved_config
+        from dschat_core.runs import REPORT_FILE, find_run
         from flows.session import write_report
 
         folder = find_run(name, runs)
-        write_report(saved_config(folder))
+        write_report(folder)
         path = str(folder / REPORT_FILE)
         _print_json({"run": folder.name, "report": path}) if as_json else print(path)
 
@@ -269,7 +269,7 @@ def _print_json(value: Any) -> None:
 
 
 def _print_status(shown: dict[str, Any]) -> None:
-    table = Table(title=f"run {shown['run']}", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=f"run {_escape(shown['run'])}", title_justify="left", box=None, pad_edge=False)
     for column in ("stage", "state", "time", "artifact"):
         table.add_column(column, justify="right" if column == "time" else "left", no_wrap=column != "artifact")
     for row in shown["stages"]:
@@ -278,7 +278,7 @@ def _print_status(shown: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if error := shown.get("error"):
-        console.print(f"error: {error['error']}\n  next: {error['next']}", markup=False, highlight=False)
+        console.print(f"error: {error.get('error')}\n  next: {error.get('next')}", markup=False, highlight=False)
 
 
 def _print_verdict(verdict: dict[str, Any]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from dschat_core.artifacts import Artifact
-from dschat_core.config import RunConfig, Stage, differing_keys, load_config
+from dschat_core.cluster.launch import resolve_layout
+from dschat_core.config import RunConfig, RuntimeConfig, Section, Stage, differing_keys, load_config
 from dschat_core.errors import ConfigError, DschatError, ExitCode
+from dschat_core.model_folder import check_reward_folder, model_config
 from dschat_core.report.page import build_report
 from dschat_core.runs import REPORT_FILE, RunFolder, artifacts_of, read_state, saved_config, status
 from dschat_core.stages.validation import missing_files
@@ -16,7 +19,7 @@ from tasks.progress import announce
 
 
 def check_before_start(config: RunConfig) -> None:
-    """What can be found wrong before anything is spent. Raises ConfigError."""
+    """What can be found wrong before anything is spent. Raises ConfigError naming the section and what it names."""
     if missing := missing_files(config.data):
         raise ConfigError(
             f"no such input file: {', '.join(missing)}",
@@ -24,6 +27,21 @@ def check_before_start(config: RunConfig) -> None:
             why="a path is mistyped, or the data was not prepared",
             fix="correct the path; for the demo: python deployments/demo_data.py runs/data",
         )
+    for stage in config.stages():
+        _check_stage(stage, getattr(config, stage))
+
+
+def _check_stage(stage: Stage, section: Section) -> None:
+    """The nodes and the model folders that a stage's section names. Raises the library's own error, with the stage."""
+    try:
+        if isinstance(runtime := getattr(section, "runtime", None), RuntimeConfig):
+            resolve_layout(runtime)
+        if base_model := getattr(section, "base_model", None):
+            model_config(Path(base_model))
+        if reward_model := getattr(section, "reward_model", None):
+            check_reward_folder(Path(reward_model))
+    except DschatError as error:
+        raise type(error)(f"{stage}: {error.what}", where=error.where, why=error.why, fix=error.fix) from None
 
 
 @contextmanager
@@ -44,7 +62,7 @@ def run_session(path: str, overrides: list[str], until: Stage | None) -> Iterato
     finally:
         # A report that cannot be drawn must not hide the run's own error.
         with suppress(Exception):
-            write_report(run.config)
+            write_report(run.folder)
     announce(f"report: {run.folder / REPORT_FILE}")
 
 
@@ -62,14 +80,14 @@ def error_record(error: BaseException) -> dict[str, object]:
     }
 
 
-def write_report(config: RunConfig) -> None:
-    """Draw the run's report from what its artifacts hold."""
-    artifacts: dict[Stage, Artifact] = artifacts_of(config.folder)
+def write_report(folder: Path) -> None:
+    """Draw the report of the run in this folder from what its artifacts hold."""
+    artifacts: dict[Stage, Artifact] = artifacts_of(folder)
     build_report(
-        status(config.folder) | {"wall_s": read_state(config.folder).wall_s},
+        status(folder) | {"wall_s": read_state(folder).wall_s},
         {stage: artifact.manifest.model_dump(mode="json") for stage, artifact in artifacts.items()},
         {stage: artifact.local() for stage, artifact in artifacts.items()},
-        config.folder / REPORT_FILE,
+        folder / REPORT_FILE,
     )
 
 

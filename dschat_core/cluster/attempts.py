@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dschat_core import storage
 from dschat_core.errors import IntegrityError, NoProgressError
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -79,8 +80,11 @@ def end_attempt(state: Path, *, number: int, first_step: int, error: str | None,
         "counted": counted,
         **more,
     }
-    with (state / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    path = state / ATTEMPTS_FILE
+    with storage.explained("write", str(path)), path.open("ab") as file:
+        # A line that a full disk cut short must not swallow this one.
+        broken = file.tell() and not path.read_bytes().endswith(b"\n")
+        file.write(b"\n" * bool(broken) + json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
 
 def prune_after_commit(state: Path, keep: str) -> None:

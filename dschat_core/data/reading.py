@@ -12,7 +12,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import IO, Any, cast
@@ -25,7 +25,13 @@ from dschat_core.errors import ConfigError
 
 KEPT_BYTES = 4096
 UTF8_BOM = b"\xef\xbb\xbf"
-OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+# UTF-32's little-endian mark begins with UTF-16's.
+OTHER_BOMS = {
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +62,8 @@ def input_files(sources: DataConfig) -> dict[Dataset, list[tuple[str, str]]]:
         )
     found: dict[Dataset, list[tuple[str, str]]] = {}
     for name, source in sources.sources().items():
-        heldout = _expand(source.heldout)
-        train = [uri for uri in _expand(source.train) if uri not in set(heldout)]
+        heldout = unique_files(source.heldout)
+        train = [uri for uri in unique_files(source.train) if uri not in set(heldout)]
         found[name] = [(uri, "train") for uri in train] + [(uri, "heldout") for uri in heldout]
     return found
 
@@ -75,10 +81,6 @@ def _roles(source: DataSource) -> list[tuple[str, tuple[str, ...]]]:
     return [("train", source.train), ("heldout", source.heldout)]
 
 
-def _expand(patterns: tuple[str, ...]) -> list[str]:
-    return list(dict.fromkeys(uri for pattern in patterns for uri in expand(pattern)))
-
-
 def expand(pattern: str) -> list[str]:
     """The files that a path or glob names, sorted; a name with brackets that exists is itself."""
     with storage.explained("look for", pattern):
@@ -94,6 +96,11 @@ def expand(pattern: str) -> list[str]:
     return [path if "://" in path else f"{scheme}://{path}" for path in matches]
 
 
+def unique_files(patterns: Iterable[str]) -> list[str]:
+    """The files that paths and globs name, each once, in name order per pattern."""
+    return list(dict.fromkeys(uri for pattern in patterns for uri in expand(pattern)))
+
+
 def read_records(uri: str, *, max_line_bytes: int) -> Iterator[Record]:
     """Every line of a file as a record, parsed by the file's ending.
 
@@ -105,14 +112,15 @@ def read_records(uri: str, *, max_line_bytes: int) -> Iterator[Record]:
         yield from _read_parquet(uri)
         return
     parse = _text_document if name.endswith(".txt") else _json_object
-    for line, offset, raw, reason in _read_lines(uri, max_line_bytes):
-        if reason is not None:
-            yield Record(uri, line, offset, raw[:KEPT_BYTES], reason=reason)
-        elif not raw.strip():
-            yield Record(uri, line, offset, raw)
-        else:
-            value, reason = parse(raw)
-            yield Record(uri, line, offset, raw, value, reason)
+    with storage.explained("read", uri):
+        for line, offset, raw, reason in _read_lines(uri, max_line_bytes):
+            if reason is not None:
+                yield Record(uri, line, offset, raw[:KEPT_BYTES], reason=reason)
+            elif not raw.strip():
+                yield Record(uri, line, offset, raw)
+            else:
+                value, reason = parse(raw)
+                yield Record(uri, line, offset, raw, value, reason)
 
 
 def _read_lines(uri: str, max_line_bytes: int) -> Iterator[tuple[int, int, bytes, str | None]]:
@@ -270,7 +278,10 @@ def _read_parquet(uri: str) -> Iterator[Record]:
                 for value in batch.to_pylist():
                     line += 1
                     yield Record(uri, line, None, b"", value)
-    except ValueError as error:  # pyarrow's ArrowInvalid is one
+    except (ValueError, OSError, pyarrow.lib.ArrowException) as error:
+        # A broken page or footer is any of these; only what the system says of the disk has a number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise ConfigError(
             f"{uri} is not a readable parquet file",
             where=f"after row {line}",

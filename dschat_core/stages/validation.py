@@ -27,7 +27,7 @@ from dschat_core.data.gates.duplicates import comparable, exact_key, find_duplic
 from dschat_core.data.gates.length import Measure, estimated_tokens, exact_measure
 from dschat_core.data.gates.toxicity import toxic_span
 from dschat_core.data.gates.verdict import GateResult, judge
-from dschat_core.data.reading import Record, expand, input_files, missing_files, read_records
+from dschat_core.data.reading import Record, expand, input_files, missing_files, read_records, unique_files
 from dschat_core.data.schemas import RejectedRowError, Row, detect_kind, normalise, row_texts, split_text
 from dschat_core.errors import ConfigError, GateError
 
@@ -146,11 +146,10 @@ def validate_files(files: Sequence[str], section: ValidationConfig, kind: Datase
     Raises:
         ConfigError: a file is missing or unreadable.
     """
-    found: list[tuple[str, str]] = []
     for pattern in files:
-        if not (matches := expand(pattern)):
+        if not expand(pattern):
             raise ConfigError(f"missing input file: {pattern}", fix="correct the path")
-        found += [(uri, "train") for uri in matches]
+    found = [(uri, "train") for uri in unique_files(files)]
     kind = kind or _detect(found, section)
     examples: list[dict[str, Any]] = []
     rows, lines = _read(kind, found, section, estimated_tokens, examples)
