@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -30,6 +31,7 @@ from dschat_core.leases import Lease, Owner, local_lock
 
 MANIFEST = "manifest.json"
 LEASE = "lease.json"
+PIECES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHECKPOINTS = "checkpoints"
 LEASE_S = 120.0
 RENEW_S = 20.0
@@ -177,16 +179,18 @@ class Artifact:
 
     def _fetch_file(self, name: str) -> None:
         entry, path = self.manifest.files[name], self.local_root / name
-        if storage.is_remote(self.uri) and not (path.exists() and path.stat().st_size == entry.size_bytes):
+        problem = _file_problem(path, entry)
+        if problem and storage.is_remote(self.uri):
             storage.download(storage.join(self.uri, name), path)
-        if problem := _file_problem(path, entry):
+            problem = _file_problem(path, entry)
+        if problem:
             if storage.is_remote(self.uri):
                 path.unlink(missing_ok=True)
             raise IntegrityError(
                 f"{path}: {problem}",
                 where=f"part {part_of(self.manifest, name)} of {self.uri}",
                 why="the file was changed or damaged after the artifact was committed",
-                fix=f"dschat verify {self.uri}; then remove that folder and run again to rebuild it",
+                fix=f"dschat verify {self.uri} --repair, then run again",
             )
 
     def local(self) -> Path:
@@ -342,7 +346,7 @@ class Store:
                 raise IntegrityError(
                     f"{storage.join(uri, name)}: {present.get(name, 'no')} bytes, the manifest says {entry.size_bytes}",
                     why="the file was changed or removed after the artifact was committed",
-                    fix=f"remove {uri} and run again to rebuild it",
+                    fix=f"dschat verify {uri} --repair, then run again",
                 )
         return Artifact(uri, manifest, local_folder(uri))
 
@@ -498,6 +502,33 @@ def verify(uri: str) -> list[str]:
         if digest != described.digest:
             problems.append(f"{MANIFEST}: the digest of part {part} does not fit its files")
     return problems
+
+
+def take_back(uri: str) -> int:
+    """Undo the commit of a damaged artifact, so that the next run makes it again.
+
+    A stage that works piece by piece names in its facts (`pieces`) the folder below `checkpoints/` where it looks for
+    finished ones: files that are what the manifest says go there, and only the others are made again.
+
+    Returns:
+        How many files are kept.
+    """
+    artifact = load_artifact(uri)
+    pieces = artifact.manifest.facts.get("pieces")
+    root, kept = artifact.local_root, 0
+    with local_lock(root):
+        storage.delete(storage.join(artifact.uri, MANIFEST))
+        (root / MANIFEST).unlink(missing_ok=True)
+        for name, entry in artifact.manifest.files.items():
+            path = root / name
+            if isinstance(pieces, str) and PIECES.fullmatch(pieces) and _file_problem(path, entry) is None:
+                target = root / CHECKPOINTS / pieces / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+                kept += 1
+            else:
+                path.unlink(missing_ok=True)
+    return kept
 
 
 def _recomputed_key(manifest: Manifest) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from dschat_core.errors import ConfigError
+from dschat_core.template_analysis import depends_on_content
 
 Message = dict[str, str]
 Segment = tuple[str, bool]
@@ -85,6 +86,33 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; control tokens are left out."""
         return self.markup.decode(list(ids), skip_special_tokens=True)
+
+    @cached_property
+    def is_plain_template(self) -> bool:
+        """Whether the template writes contents as they are, whatever they say; see `depends_on_content`."""
+        return self.is_own_template or not depends_on_content(self.template)
+
+    def shape(self, roles: tuple[str, ...], *, add_generation_prompt: bool) -> tuple[list[int], ...]:
+        """Ids of the markup before each content of such a dialogue, and after the last: (roles + 1) lists.
+
+        Without a generation prompt the last is cut behind the end-of-turn token, where a row ends.
+        """
+        slots: list[list[int]] = [[]]
+        for text, is_markup in _layout(self.template, roles, add_generation_prompt, self.variables, self.origin):
+            if is_markup:
+                slots[-1] = self.markup_tokens(text)
+            else:
+                slots.append([])
+        if not add_generation_prompt and roles[-1] == "assistant":
+            slots[-1] = slots[-1][:1]
+        return tuple(slots)
+
+    def check_verbatim(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> None:
+        """Raises ConfigError if the template renders these messages to more or less than their contents and its markup."""
+        layout = _layout(
+            self.template, tuple(m["role"] for m in messages), add_generation_prompt, self.variables, self.origin
+        )
+        self._check_verbatim(messages, layout, add_generation_prompt)
 
     def layout(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> tuple[Segment, ...]:
         """The template around these roles: markup pieces and, flagged False, the role whose content stands there."""

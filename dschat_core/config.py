@@ -25,6 +25,10 @@ Dataset = Literal["text", "dialogues", "preferences", "prompts"]
 DATASETS: tuple[Dataset, ...] = get_args(Dataset)
 
 GateAction = Literal["fail", "drop", "warn"]
+LengthAction = Literal["fail", "drop", "truncate", "split", "warn"]
+PiiAction = Literal["fail", "drop", "mask", "warn"]
+
+PositiveInt = Annotated[int, Field(ge=1)]
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -43,11 +47,25 @@ def described(default: Any, description: str, **bounds: Any) -> Any:
 # ── data ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class DataSource(Section):
-    """Where one data set comes from."""
+RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "input_output"]
 
-    train: tuple[str, ...] = Field(min_length=1, description="files or globs, local or s3://")
-    heldout: tuple[str, ...] = described((), "files or globs never trained on; empty: split off `heldout_share`")
+
+class DataSource(Section):
+    """Where one data set comes from, and how its rows are written."""
+
+    train: tuple[str, ...] = Field(
+        min_length=1,
+        description="files or globs, local or s3://; a `save_to_disk` folder; `hf:name[/config][:split]` from a hub",
+    )
+    heldout: tuple[str, ...] = described((), "the same, never trained on; empty: split off `validation.heldout_share`")
+    format: RowFormat = described(
+        "auto",
+        "auto: recognised row by row; messages: OpenAI's, sharegpt: `conversations` of `from`/`value`, alpaca: "
+        "`instruction`/`input`/`output`, input_output: `history`/`input`/`output`",
+    )
+    columns: dict[str, str] = described(
+        {}, "the standard column → the one that these files have in its place, e.g. {output: answer}"
+    )
 
 
 class DataConfig(Section):
@@ -63,16 +81,39 @@ class DataConfig(Section):
         return {name: source for name in DATASETS if (source := getattr(self, name)) is not None}
 
 
+class DataRuntimeConfig(Section):
+    """How validation and tokenization use this machine. Nothing here changes what they make."""
+
+    workers: PositiveInt | Literal["auto"] = described(
+        "auto", "processes; auto: one per core where the data is large enough"
+    )
+    memory_bytes: int = described(
+        2**30, "what the duplicates gate may hold in memory; above it its tables lie on disk", ge=2**20
+    )
+
+
+class Gate(Section):
+    """A share of rows that a data set may have, and what happens to those rows."""
+
+    threshold: float = described(1.0, "share of rows above which the action `fail` fails", ge=0, le=1)
+    action: GateAction = described("warn", "fail: refuse the data set over the threshold; drop: leave out the rows")
+
+
 class LengthGate(Section):
     """Rows longer than the limit."""
 
     max_tokens: int = described(2048, "tokens of the rendered template", gt=0)
     threshold: float = described(1.0, "share of rows above which the action `fail` fails", ge=0, le=1)
-    action: GateAction = described("drop", "what happens to rows over the limit")
+    action: LengthAction = described(
+        "drop", "what happens to rows over the limit; truncate: oldest turns go; split: into rows that fit, whole turns"
+    )
+    tokenizer: str | None = described(
+        None, "count with this Hugging Face folder's tokenizer and template; none: an estimate from the bytes"
+    )
 
 
-class DuplicatesGate(Section):
-    """Exact and near duplicates, keep-first."""
+class DuplicatesGate(Gate):
+    """Exact and near duplicates, keep-first; also what removes held-out rows from the training side."""
 
     threshold: float = described(0.05, "share of duplicate rows above which the action `fail` fails", ge=0, le=1)
     action: GateAction = described("drop", "what happens to all but the first of a cluster")
@@ -81,55 +122,100 @@ class DuplicatesGate(Section):
     )
 
 
-class ToxicityGate(Section):
+class ToxicityGate(Gate):
     """Toxic turns."""
 
     threshold: float = described(0.001, "share of toxic rows above which the action `fail` fails", ge=0, le=1)
     action: GateAction = described("drop", "what happens to toxic rows")
-    detector: str = described("lexicon", "`lexicon` is the embedded one (English and Chinese)")
+    detector: str = described(
+        "lexicon",
+        "`lexicon`: the embedded one (English and Chinese); `hf:MODEL`: a transformers text classifier, by folder or "
+        "hub id; `http://…`, `https://…`: a moderation endpoint",
+    )
+    min_score: float = described(0.5, "score from which `hf:` and `http:` call a text toxic", gt=0, le=1)
+    toxic_labels: tuple[str, ...] = described(
+        (), "labels of an `hf:` model that mean toxic; empty: all but those that say not toxic"
+    )
     check_rejected: bool = described(False, "check the rejected replies of preferences too")
 
     @field_validator("detector")
     @classmethod
     def _known_detector(cls, value: str) -> str:
-        if value != "lexicon":
-            raise ValueError(f"unknown detector {value!r}; use 'lexicon'")
+        if value != "lexicon" and not re.fullmatch(r"hf:.+|https?://.+", value):
+            raise ValueError(f"unknown detector {value!r}; use lexicon, hf:MODEL or http://ADDRESS")
         return value
+
+
+class LanguageGate(Gate):
+    """The languages of the rows, told from their scripts and commonest words."""
+
+    allowed: tuple[str, ...] = described((), "language codes such as en, zh; other rows are flagged; empty: only count")
+
+
+class PiiGate(Section):
+    """E-mail addresses, phone, identity and card numbers, keys."""
+
+    threshold: float = described(1.0, "share of rows above which the action `fail` fails", ge=0, le=1)
+    action: PiiAction = described("warn", "mask: put <EMAIL>, <PHONE>, … in their place and keep the row")
+
+
+class RepliesGate(Gate):
+    """Replies that teach nothing: near-empty ones and boilerplate such as "as an AI language model"."""
+
+    min_characters: int = described(2, "letters and digits below which a reply is near-empty", ge=1)
+
+
+class ContaminationGate(Gate):
+    """Training rows that share a long run of words with an evaluation prompt."""
+
+    threshold: float = described(0.01, "share of training rows above which the action `fail` fails", ge=0, le=1)
+    action: GateAction = described("drop", "what happens to contaminated training rows")
+    ngram: int = described(
+        13, "words in a row (a Chinese, Japanese or Korean character counts as one) that must agree", ge=5
+    )
+    against: tuple[str, ...] = described(
+        (), "files of evaluation prompts beside the held-out part of `data.prompts`, which is always checked"
+    )
 
 
 class ValidationConfig(Section):
     """Reads the raw files, quarantines bad lines and applies the gates."""
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     length: LengthGate = LengthGate()
     duplicates: DuplicatesGate = DuplicatesGate()
     toxicity: ToxicityGate = ToxicityGate()
+    language: LanguageGate = LanguageGate()
+    pii: PiiGate = PiiGate()
+    replies: RepliesGate = RepliesGate()
+    contamination: ContaminationGate = ContaminationGate()
     heldout_share: float = described(
         0.02, "share of rows held out where a data set names no held-out files", gt=0, lt=1
     )
     max_line_bytes: int = described(8 * 2**20, "longest line read, in bytes", gt=0)
+    max_file_bytes: int = described(2**40, "largest file read, in bytes after decompression", gt=0)
     min_usable_rows: int = described(1, "usable training rows below which a data set is refused", ge=1)
+    runtime: DataRuntimeConfig = DataRuntimeConfig()
 
 
 class TokenizationConfig(Section):
     """Trains or takes the tokenizer, renders the chat template and writes the shards."""
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     base_model: str | None = described(
         None, "take tokenizer and template from this Hugging Face folder instead of training"
     )
     vocab_size: int = described(32_000, "entries of a trained tokenizer, special tokens included", ge=300)
-    max_length: int = described(
-        2048, "tokens per row; longer dialogues lose their oldest turns, longer text is split", gt=0
+    max_length: int = described(2048, "tokens per row; plain text is split there", gt=0)
+    long_rows: Literal["truncate", "split", "drop"] = described(
+        "truncate", "dialogues over max_length: lose their oldest turns, become several rows of whole turns, or go"
     )
-    shard_bytes: int = described(64 * 2**20, "target size of one shard, in bytes", gt=0)
+    shard_bytes: int = described(64 * 2**20, "target size of one shard's tokens, in bytes", gt=0)
     seed: int = 0
+    runtime: DataRuntimeConfig = DataRuntimeConfig()
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class RuntimeConfig(Section):
@@ -491,6 +577,23 @@ def parse_config(tree: Mapping[str, Any], *, where: str) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise config_error(error, where=where) from None
+
+
+def load_validation(path: str | Path | None, overrides: Iterable[str] = ()) -> ValidationConfig:
+    """The validation section of a YAML file, or the defaults, with overrides such as `pii.action=fail`.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    if path is not None:
+        return load_config(path, [f"validation.{override}" for override in overrides]).validation
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return ValidationConfig.model_validate(tree)
+    except ValidationError as error:
+        raise config_error(error, where="--set") from None
 
 
 def config_error(error: ValidationError, *, where: str) -> ConfigError:

@@ -84,6 +84,16 @@ def _free_bytes(uri: str) -> int | None:
     return shutil.disk_usage(path).free
 
 
+def size(uri: str) -> int:
+    """Bytes of a file or of all files of a folder; 0 for what is no file of ours (`hf:name`)."""
+    if not is_remote(uri):
+        path = local_path(uri)
+        files = path.rglob("*") if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files if file.is_file())
+    with explained("look for", uri):
+        return int(filesystem(uri).du(uri))
+
+
 def read_bytes(uri: str) -> bytes:
     """The whole object. Raises FileNotFoundError if there is none."""
     with explained_unless_missing("read", uri):
@@ -200,8 +210,11 @@ def download(uri: str, local: Path) -> None:
     local.parent.mkdir(parents=True, exist_ok=True)
     temporary = local.with_name(f".{local.name}.{uuid.uuid4().hex[:8]}.tmp")
     with explained("read", uri):
-        filesystem(uri).get_file(uri, str(temporary))
-        os.replace(temporary, local)
+        try:
+            filesystem(uri).get_file(uri, str(temporary))
+            os.replace(temporary, local)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def open_input(uri: str) -> IO[bytes]:

@@ -99,20 +99,28 @@ def status(
 
 @app.command()
 def validate(
-    files: Annotated[list[str], typer.Argument(help="Data files, globs or s3:// addresses.", metavar="FILE…")],
+    files: Annotated[
+        list[str],
+        typer.Argument(help="Data files, globs, s3:// addresses, save_to_disk folders or hf:NAME.", metavar="FILE…"),
+    ],
     kind: Annotated[str | None, typer.Option(help="text, dialogues, preferences or prompts; none: detected.")] = None,
     config: Annotated[Path | None, typer.Option(help="Take the gates of this run's YAML file.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="One-off change of a gate, as `pii.action=fail`; may be repeated.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Read data files, quarantine bad lines and apply the gates; exit 30 when a gate says no."""
     with _errors(as_json):
-        from dschat_core.config import DATASETS, ValidationConfig
+        from dschat_core.config import DATASETS, load_validation
         from dschat_core.stages.validation import validate_files
 
         if kind is not None and kind not in DATASETS:
             raise ConfigError(f"--kind {kind!r} is unknown", fix=f"one of {', '.join(DATASETS)}")
-        section = load_config(config).validation if config else ValidationConfig()
-        verdict = validate_files(files, section, kind)
+        console = Console(stderr=True)
+        verdict = validate_files(
+            files, load_validation(config, set_ or []), kind, progress=lambda line: console.print(line, markup=False)
+        )
         _print_json(verdict) if as_json else _print_verdict(verdict)
         if verdict["verdict"] == "fail":
             raise typer.Exit(ExitCode.GATE)
@@ -120,15 +128,26 @@ def validate(
 
 @app.command()
 def verify(
-    artifact: Annotated[str, typer.Argument(help="An artifact's folder or s3:// address.")], as_json: Json = False
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder or s3:// address.")],
+    repair: Annotated[
+        bool,
+        typer.Option(help="Take a damaged artifact back: the next run makes it again, of shards only the damaged."),
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Hash every file of an artifact; exit 22 naming those that changed."""
     with _errors(as_json):
-        from dschat_core.artifacts import load_artifact
+        from dschat_core.artifacts import load_artifact, take_back
         from dschat_core.artifacts import verify as find_problems
 
         problems = find_problems(artifact)
         manifest = load_artifact(artifact).manifest
+        if problems and repair:
+            kept = take_back(artifact)
+            found = {"uri": artifact, "problems": problems, "files": len(manifest.files), "kept": kept}
+            text = f"{artifact} was taken back, {kept} of {len(manifest.files)} files are kept\n  next: dschat run its config"
+            _print_json(found) if as_json else Console().print(text, markup=False, soft_wrap=True)
+            return
         if as_json:
             _print_json({"uri": artifact, "key": manifest.key, "files": len(manifest.files), "problems": problems})
         elif not problems:
@@ -143,7 +162,7 @@ def verify(
             raise typer.Exit(ExitCode.INTEGRITY)
 
 
-_REBUILD = "remove that artifact's folder, then dschat run its config again to rebuild it"
+_REBUILD = "dschat verify it with --repair, then dschat run its config again"
 
 
 @app.command()
@@ -282,29 +301,38 @@ def _print_status(shown: dict[str, Any]) -> None:
 
 
 def _print_verdict(verdict: dict[str, Any]) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(
-        f"{verdict['lines']} lines: {verdict['accepted']} accepted, {verdict['quarantined']} quarantined, "
-        f"{verdict['blank']} blank",
+        f"{verdict['kind']}: {verdict['lines']:,} lines: {verdict['accepted']:,} accepted, "
+        f"{verdict['quarantined']:,} quarantined, {verdict['blank']:,} blank; {verdict['usable']:,} rows to use",
         markup=False,
     )
     for reason, count in sorted(verdict["reasons"].items()):
-        console.print(f"  quarantined {count}: {reason}", markup=False)
+        first = next((entry for entry in verdict["quarantine"] if entry["reason"] == reason), None)
+        place = f", first at {first['file']}:{first['line']}" if first else ""
+        console.print(f"  quarantined {count:,}: {reason}{place}", markup=False)
+    for empty in verdict["empty_files"]:
+        console.print(f"  {empty} is empty", markup=False)
     table = Table(box=None, pad_edge=False)
-    for column in ("gate", "count", "rate", "upper bound", "threshold", "action", "verdict"):
-        table.add_column(column)
+    for column in ("gate", "count", "rate", "upper bound", "threshold", "action", "verdict", "why"):
+        table.add_column(column, justify="right" if column in ("count", "rate", "upper bound", "threshold") else "left")
     for name, gate in verdict["gates"].items():
-        table.add_row(
-            name,
-            str(gate["count"]),
-            f"{gate['rate']:.3%}",
-            f"{gate['upper']:.3%}" if gate.get("upper") is not None else "",
-            f"{gate['threshold']:.3%}",
-            gate["action"],
-            gate["verdict"],
-        )
+        shares = (f"{gate[key]:.3%}" for key in ("rate", "upper", "threshold"))
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in gate["reasons"].items())
+        style = VERDICT_STYLE.get(gate["verdict"], "yellow")
+        shown = f"[{style}]{gate['verdict'].replace('_', ' ')}[/]"
+        table.add_row(name, f"{gate['count']:,}", *shares, gate["action"], shown, _escape(reasons))
     console.print(table)
+    for name, gate in verdict["gates"].items():
+        if gate["examples"]:
+            example = gate["examples"][0]
+            console.print(f"{name}: {example['file']}:{example['line']}: {example['excerpt']}", markup=False)
+    for why in verdict["why"]:
+        console.print(f"refused: {why}", markup=False)
     console.print(f"verdict: {verdict['verdict']}", markup=False)
+
+
+VERDICT_STYLE = {"pass": "green", "failed": "bold red", "not_certifiable": "dim"}
 
 
 if __name__ == "__main__":

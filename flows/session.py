@@ -7,13 +7,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dschat_core.artifacts import Artifact
+from dschat_core.chat_template import load_tokenizer
 from dschat_core.cluster.launch import resolve_layout
-from dschat_core.config import RunConfig, RuntimeConfig, Section, Stage, differing_keys, load_config
+from dschat_core.config import (
+    RunConfig,
+    RuntimeConfig,
+    Section,
+    Stage,
+    TokenizationConfig,
+    ValidationConfig,
+    differing_keys,
+    load_config,
+)
+from dschat_core.data.reading import missing_files, unique_files
 from dschat_core.errors import ConfigError, DschatError, ExitCode
 from dschat_core.model_folder import check_reward_folder, model_config
 from dschat_core.report.page import build_report
 from dschat_core.runs import REPORT_FILE, RunFolder, artifacts_of, read_state, saved_config, status
-from dschat_core.stages.validation import missing_files
 from tasks.inputs import changed_files, file_digests
 from tasks.progress import announce
 
@@ -36,7 +46,15 @@ def _check_stage(stage: Stage, section: Section) -> None:
     try:
         if isinstance(runtime := getattr(section, "runtime", None), RuntimeConfig):
             resolve_layout(runtime)
-        if base_model := getattr(section, "base_model", None):
+        if isinstance(section, ValidationConfig):
+            if missing := [pattern for pattern in section.contamination.against if not unique_files([pattern])]:
+                raise ConfigError(f"contamination.against: no such file: {', '.join(missing)}", fix="correct the path")
+            if section.length.tokenizer:
+                load_tokenizer(section.length.tokenizer)
+        elif isinstance(section, TokenizationConfig):
+            if section.base_model:
+                load_tokenizer(section.base_model)
+        elif base_model := getattr(section, "base_model", None):
             model_config(Path(base_model))
         if reward_model := getattr(section, "reward_model", None):
             check_reward_folder(Path(reward_model))

@@ -22,7 +22,7 @@ from dschat_core.runs import RunFolder
 from dschat_core.stages.publishing import publishing as publish
 from dschat_core.stages.tokenization import tokenization as tokenize
 from dschat_core.stages.validation import validation as validate
-from tasks.inputs import input_entries
+from tasks.inputs import checking_entries, input_entries
 from tasks.produce import GivenFolder, Readable, produce, produce_by_job
 from tasks.progress import Reporter
 
@@ -67,7 +67,7 @@ def model_source(given: str | None, made: Artifact | None) -> Readable | None:
 def validation(run: RunFolder) -> State[Any]:
     """Read the raw files, quarantine bad lines, apply the gates."""
     section, sources = run.config.validation, run.config.data
-    inputs = input_entries(sources, run.state.inputs)
+    inputs = input_entries(sources, run.state.inputs) | checking_entries(section, run.state.inputs)
 
     def make(workspace: Workspace, reporter: Reporter) -> Product:
         return validate(section, sources, workspace.output, progress=reporter.line)
@@ -85,7 +85,7 @@ def tokenization(run: RunFolder, data: Artifact) -> State[Any]:
 
     def make(workspace: Workspace, reporter: Reporter) -> Product:
         folders = {name: part.folder() for name, part in parts.items()}
-        return tokenize(section, folders, workspace.output, progress=reporter.line)
+        return tokenize(section, folders, workspace.output, state=workspace.state, progress=reporter.line)
 
     return produce(run, "tokenization", section, {name: part.entry() for name, part in parts.items()}, make)
 

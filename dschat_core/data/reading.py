@@ -1,9 +1,9 @@
 """Raw files → numbered lines and records, one at a time, within bounded memory.
 
 A line ends on `\n` alone (U+2028 is legal inside JSON); a BOM on line 1 and a `\r` before the end are not part of it.
-`.jsonl` and unknown endings are JSON lines, `.txt` is one document per line, `.parquet` one record per row; `.gz` and
-`.zst` around the first two. A bad line becomes a record with a reason code; a file that can't be read at all is an
-error that names it.
+`.jsonl` and unknown endings are JSON lines, `.txt` is one document per line, `.parquet` and Hugging Face data sets (see
+`hub`) one record per row; `.gz` and `.zst` around the first two. A bad line becomes a record with a reason code; a file
+that can't be read at all is an error that names it. Reading gives blocks of lines, which any process can parse.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
 import orjson
 
 from dschat_core import storage
 from dschat_core.config import DataConfig, Dataset, DataSource
+from dschat_core.data import hub
 from dschat_core.errors import ConfigError
 
 KEPT_BYTES = 4096
+BLOCK_BYTES = 2**21
+ARROW_ROWS = 2048
+# Deeper than any form of dialogue, and far from what exhausts a parser.
+MAX_NESTING = 64
 UTF8_BOM = b"\xef\xbb\xbf"
 # UTF-32's little-endian mark begins with UTF-16's.
 OTHER_BOMS = {
@@ -34,8 +39,7 @@ OTHER_BOMS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A line and what it holds: `value`, or the `reason` why it holds nothing; blank lines have neither."""
 
     file: str
@@ -83,6 +87,8 @@ def _roles(source: DataSource) -> list[tuple[str, tuple[str, ...]]]:
 
 def expand(pattern: str) -> list[str]:
     """The files that a path or glob names, sorted; a name with brackets that exists is itself."""
+    if hub.is_dataset(pattern):
+        return [pattern]
     with storage.explained("look for", pattern):
         files = storage.filesystem(pattern)
         if files.isfile(pattern):
@@ -105,55 +111,153 @@ def read_records(uri: str, *, max_line_bytes: int) -> Iterator[Record]:
     """Every line of a file as a record, parsed by the file's ending.
 
     Raises:
-        ConfigError: the file is missing, is not UTF-8 text but UTF-16, or its compression is broken.
+        ConfigError: as `read_blocks`.
+    """
+    for block in read_blocks(uri, max_line_bytes=max_line_bytes):
+        yield from parse_block(block)
+
+
+@dataclass(frozen=True, slots=True)
+class LineBlock:
+    """Whole lines of a file, still as bytes: what a worker process is given.
+
+    Attributes:
+        form: `json` or `text` lines; `arrow`: an Arrow stream of rows; `refused`: the beginning of one line too long.
+        offset: of the first line in the uncompressed file, in bytes; None where rows have no bytes of their own.
+    """
+
+    file: str
+    form: Literal["json", "text", "arrow", "refused"]
+    first_line: int
+    offset: int | None
+    data: bytes
+    max_line_bytes: int
+
+
+def read_blocks(
+    uri: str, *, max_line_bytes: int, max_file_bytes: int = 2**63, block_bytes: int = BLOCK_BYTES
+) -> Iterator[LineBlock]:
+    """A file's lines in blocks of about `block_bytes`, whatever its size, within bounded memory.
+
+    Args:
+        max_line_bytes: longer lines are refused one by one; the rest of the file is read.
+        max_file_bytes: a file that grows larger when decompressed is refused whole.
+
+    Raises:
+        ConfigError: the file is missing, too large, not UTF-8 text but UTF-16, or broken.
     """
     name = uri.lower().removesuffix(".gz").removesuffix(".zst")
-    if name.endswith(".parquet"):
-        yield from _read_parquet(uri)
-        return
-    parse = _text_document if name.endswith(".txt") else _json_object
-    with storage.explained("read", uri):
-        for line, offset, raw, reason in _read_lines(uri, max_line_bytes):
-            if reason is not None:
-                yield Record(uri, line, offset, raw[:KEPT_BYTES], reason=reason)
-            elif not raw.strip():
-                yield Record(uri, line, offset, raw)
-            else:
-                value, reason = parse(raw)
-                yield Record(uri, line, offset, raw, value, reason)
+    if hub.is_dataset(uri):
+        yield from _arrow_blocks(uri, hub.batches(uri), max_line_bytes)
+    elif name.endswith(".parquet"):
+        yield from _arrow_blocks(uri, _parquet_batches(uri), max_line_bytes)
+    else:
+        form: Literal["json", "text"] = "text" if name.endswith(".txt") else "json"
+        with storage.explained("read", uri):
+            yield from _line_blocks(uri, form, max_line_bytes, max_file_bytes, block_bytes)
 
 
-def _read_lines(uri: str, max_line_bytes: int) -> Iterator[tuple[int, int, bytes, str | None]]:
-    """(line number from 1, byte offset in the uncompressed file, the line without its end, reason if refused)."""
-    number = offset = 0
+def _line_blocks(
+    uri: str, form: Literal["json", "text"], max_line_bytes: int, max_file_bytes: int, block_bytes: int
+) -> Iterator[LineBlock]:
+    line, offset = 1, 0
+    rest = b""
     try:
         with closing(_open(uri)) as file:
-            while raw := file.readline(max_line_bytes + 1):
-                number += 1
-                start = offset
-                offset += len(raw)
-                if number == 1:
-                    for bom, encoding in OTHER_BOMS.items():
-                        if raw.startswith(bom):
-                            raise ConfigError(
-                                f"{uri} is {encoding}, not UTF-8",
-                                where=f"{uri}:1",
-                                fix=f"iconv -f {encoding} -t UTF-8 {uri} > utf8.jsonl, and name that file instead",
-                            )
-                    raw = raw.removeprefix(UTF8_BOM)
-                if len(raw) > max_line_bytes and not raw.endswith(b"\n"):
-                    while (more := file.readline(2**20)) and not more.endswith(b"\n"):
-                        offset += len(more)
-                    offset += len(more)
-                    yield number, start, raw[:KEPT_BYTES], "line_too_long"
-                    continue
-                yield number, start, raw.removesuffix(b"\n").removesuffix(b"\r"), None
+            while True:
+                chunk = file.read(block_bytes)
+                if offset + len(rest) + len(chunk) > max_file_bytes:
+                    raise ConfigError(
+                        f"{uri} has more than {max_file_bytes:,} bytes when decompressed",
+                        where=f"after line {line - 1}",
+                        why="a small file that unpacks to a huge one, or a limit that is too low",
+                        fix="raise validation.max_file_bytes if the file is what you expect",
+                    )
+                data = rest + chunk
+                if offset == 0 and line == 1:
+                    _refuse_other_encodings(uri, data)
+                end = data.rfind(b"\n") + 1 if chunk else len(data)
+                if end:
+                    yield LineBlock(uri, form, line, offset, data[:end], max_line_bytes)
+                    line += data.count(b"\n", 0, end)
+                    offset += end
+                rest = data[end:]
+                if not chunk:
+                    return
+                if len(rest) > max_line_bytes:
+                    yield LineBlock(uri, "refused", line, offset, rest[:KEPT_BYTES], max_line_bytes)
+                    skipped, rest = _skip_line(file, rest, block_bytes)
+                    offset += skipped
+                    line += 1
+                    if offset > max_file_bytes:
+                        raise ConfigError(
+                            f"{uri} has more than {max_file_bytes:,} bytes when decompressed",
+                            where=f"in line {line - 1}",
+                            fix="raise validation.max_file_bytes if the file is what you expect",
+                        )
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise _broken_compression(uri, number, error) from error
+        raise _broken_compression(uri, line - 1, error) from error
     except Exception as error:
         if type(error).__name__ != "ZstdError":
             raise
-        raise _broken_compression(uri, number, error) from error
+        raise _broken_compression(uri, line - 1, error) from error
+
+
+def _skip_line(file: IO[bytes], rest: bytes, block_bytes: int) -> tuple[int, bytes]:
+    """Read to the end of a line of which `rest` is the beginning: (its bytes, what follows it)."""
+    skipped = len(rest)
+    while chunk := file.read(block_bytes):
+        end = chunk.find(b"\n") + 1
+        if end:
+            return skipped + end, chunk[end:]
+        skipped += len(chunk)
+    return skipped, b""
+
+
+def _refuse_other_encodings(uri: str, data: bytes) -> None:
+    for bom, encoding in OTHER_BOMS.items():
+        if data.startswith(bom):
+            raise ConfigError(
+                f"{uri} is {encoding}, not UTF-8",
+                where=f"{uri}:1",
+                fix=f"iconv -f {encoding} -t UTF-8 {uri} > utf8.jsonl, and name that file instead",
+            )
+
+
+def parse_block(block: LineBlock) -> Iterator[Record]:
+    """The records of a block, in order; a pure function."""
+    file, line, offset = block.file, block.first_line, block.offset
+    if block.form == "refused":
+        yield Record(file, line, offset, block.data, None, "line_too_long")
+        return
+    if block.form == "arrow":
+        from pyarrow.ipc import open_stream
+
+        for row in open_stream(block.data).read_all().to_pylist():
+            yield Record(file, line, None, b"", row, None)
+            line += 1
+        return
+    assert offset is not None
+    parse = _text_document if block.form == "text" else _json_object
+    lines = block.data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    returns = b"\r" in block.data
+    for raw in lines:
+        size = len(raw) + 1
+        if line == 1:
+            raw = raw.removeprefix(UTF8_BOM)
+        if returns:
+            raw = raw.removesuffix(b"\r")
+        if size - 1 > block.max_line_bytes:
+            yield Record(file, line, offset, raw[:KEPT_BYTES], None, "line_too_long")
+        elif not raw or raw.isspace():
+            yield Record(file, line, offset, raw, None, None)
+        else:
+            value, reason = parse(raw)
+            yield Record(file, line, offset, raw, value, reason)
+        line += 1
+        offset += size
 
 
 def _broken_compression(uri: str, line: int, error: Exception) -> ConfigError:
@@ -229,9 +333,49 @@ def _json_object(raw: bytes) -> tuple[Any, str | None]:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return None, _why_not_json(raw)
-    if isinstance(value, dict):
-        return value, None
-    return None, {list: "json_array", type(None): "json_null"}.get(type(value), "json_scalar")
+    if type(value) is not dict:
+        return None, {list: "json_array", type(None): "json_null"}.get(type(value), "json_scalar")
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING and _depth(value) > MAX_NESTING:
+        return None, "nested_too_deep"
+    # Every key is written with a colon; where there are as many as keys, none was given twice.
+    if raw.count(b'":') != _num_keys(value) and _has_duplicate_key(raw):
+        return None, "duplicate_key"
+    return value, None
+
+
+def _num_keys(value: dict[str, Any]) -> int:
+    count = len(value)
+    for child in value.values():
+        kind = type(child)
+        if kind is dict:
+            count += _num_keys(child)
+        elif kind is list:
+            for item in child:
+                if type(item) is dict:
+                    count += _num_keys(item)
+    return count
+
+
+def _has_duplicate_key(raw: bytes) -> bool:
+    doubled = False
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal doubled
+        found = dict(pairs)
+        doubled = doubled or len(found) != len(pairs)
+        return found
+
+    json.loads(raw, object_pairs_hook=check)
+    return doubled
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects lie in each other."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def _why_not_json(raw: bytes) -> str:
@@ -251,8 +395,12 @@ def _why_not_json(raw: bytes) -> str:
             return "json_trailing"
         at_end = error.pos >= len(text.rstrip())
         return "json_truncated" if at_end or error.msg.startswith("Unterminated string") else "json_syntax"
-    except (RecursionError, ValueError):
+    except RecursionError:
+        return "nested_too_deep"
+    except ValueError:
         return "json_syntax"
+    if _depth(value) > MAX_NESTING:
+        return "nested_too_deep"
     if odd or not _survives(value, allow_nan=False):
         return "not_finite"
     return "json_syntax" if _survives(value, allow_nan=True) else "lone_surrogate"
@@ -268,23 +416,35 @@ def _survives(value: Any, *, allow_nan: bool) -> bool:
     return True
 
 
-def _read_parquet(uri: str) -> Iterator[Record]:
+def _arrow_blocks(uri: str, batches: Iterable[Any], max_line_bytes: int) -> Iterator[LineBlock]:
+    """Batches of rows as Arrow streams, so that workers turn them into objects."""
+    from pyarrow.ipc import new_stream
+
+    line = 1
+    for batch in batches:
+        sink = io.BytesIO()
+        with new_stream(sink, batch.schema) as writer:
+            writer.write(batch)
+        yield LineBlock(uri, "arrow", line, None, sink.getvalue(), max_line_bytes)
+        line += batch.num_rows
+
+
+def _parquet_batches(uri: str) -> Iterator[Any]:
     import pyarrow.parquet
 
-    line = 0
+    row = 0
     try:
         with storage.open_input(uri) as file:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-                for value in batch.to_pylist():
-                    line += 1
-                    yield Record(uri, line, None, b"", value)
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=ARROW_ROWS):
+                yield batch
+                row += batch.num_rows
     except (ValueError, OSError, pyarrow.lib.ArrowException) as error:
         # A broken page or footer is any of these; only what the system says of the disk has a number.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ConfigError(
             f"{uri} is not a readable parquet file",
-            where=f"after row {line}",
+            where=f"after row {row}",
             why=str(error),
             fix="make the file again",
         ) from error

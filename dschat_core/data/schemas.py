@@ -5,19 +5,21 @@ dialogues    {"messages": [system?, user, assistant, …]}, ending on an assista
 preferences  {"messages": [… ending on a user turn], "chosen", "rejected", "kind"}
 prompts      {"messages": [… ending on a user turn]}
 
-Roles of other conventions are mapped (`human` → user, `gpt` → assistant, …). A dialogue whose turns do not alternate, or
-that ends on a user turn, or has a system turn elsewhere than first, is rejected with a reason: what was meant can't be
-known. Contents are stripped of white space at both ends.
+They come as OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`/`input`/`output`, or
+`history`/`input`/`output`; columns of other names are mapped by the config. Roles of other conventions are mapped
+(`human` → user, `gpt` → assistant, …), a tool's turn is not. A dialogue whose turns do not alternate, or that ends on a
+user turn, or has a system turn elsewhere than first, is rejected with a reason: what was meant can't be known. Contents
+are stripped of white space at both ends; keys beside those above (`weight`, `id`, …) are left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from dschat_core.config import Dataset
+from dschat_core.config import Dataset, RowFormat
 
 ROLES = {
     "system": "system",
@@ -30,6 +32,9 @@ ROLES = {
     "chatbot": "assistant",
     "model": "assistant",
 }
+TOOL_ROLES = {"tool", "function", "function_call", "observation", "ipython"}
+# Zero-width characters and joiners: a content of nothing else is empty.
+INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff \t\r\n\u3000"
 Row = dict[str, Any]
 
 
@@ -41,9 +46,41 @@ class RejectedRowError(ValueError):
         self.reason = reason
 
 
-def normalise(kind: Dataset, record: dict[str, Any]) -> Row:
-    """The record as a row of the data set. Raises RejectedRowError with the reason code."""
+COLUMNS: dict[Dataset, tuple[str, ...]] = {
+    "text": ("text",),
+    "dialogues": ("messages", "conversations", "instruction", "input", "output", "history"),
+    "preferences": ("chosen", "rejected", "prompt", "instruction", "input"),
+    "prompts": ("prompt", "messages", "conversations", "instruction", "input"),
+}
+# The column without which a row is not of a form that the config names.
+FORM_COLUMNS = {
+    "messages": ("messages", "chosen"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction",),
+    "input_output": ("input", "prompt", "history"),
+}
+
+
+def normalise(
+    kind: Dataset, record: dict[str, Any], form: RowFormat = "auto", columns: Mapping[str, str] | None = None
+) -> Row:
+    """The record as a row of the data set. Raises RejectedRowError with the reason code.
+
+    Args:
+        form, columns: see `config.DataSource`.
+    """
+    if columns:
+        record = {**record, **{ours: record[theirs] for ours, theirs in columns.items() if theirs in record}}
+    if record.keys().isdisjoint(COLUMNS[kind]):
+        raise RejectedRowError("unknown_columns")
+    if form != "auto" and kind != "text" and record.keys().isdisjoint(FORM_COLUMNS[form]):
+        raise RejectedRowError(f"not_{form}")
     return NORMALISERS[kind](record)
+
+
+def expected_columns(kind: Dataset) -> tuple[str, ...]:
+    """The columns of which a row of the data set has some."""
+    return COLUMNS[kind]
 
 
 def detect_kind(records: Iterable[Any]) -> Dataset | None:
@@ -63,6 +100,8 @@ def _kind_of(record: dict[str, Any]) -> Dataset | None:
         return "prompts" if ROLES.get(str(last.get("role", last.get("from"))).lower()) == "user" else "dialogues"
     if "output" in keys:
         return "dialogues"
+    if "instruction" in keys:
+        return "prompts"
     if "text" in keys:
         return "text"
     return "prompts" if "prompt" in keys or "input" in keys else None
@@ -91,9 +130,9 @@ def _text(record: dict[str, Any]) -> Row:
 
 def _dialogue(record: dict[str, Any]) -> Row:
     if (turns := _message_list(record)) is not None:
-        messages = _messages(turns)
+        messages = _with_system(record, _messages(turns))
     else:
-        messages = [*_history(record), _message("user", _content(record, "input"))]
+        messages = [*_history(record), _message("user", _question(record, "input"))]
         messages.append(_message("assistant", _content(record, "output")))
     _check_order(messages)
     if messages[-1]["role"] != "assistant":
@@ -129,7 +168,7 @@ def _preference(record: dict[str, Any]) -> Row:
 
 def _prompt(record: dict[str, Any]) -> Row:
     if (turns := _message_list(record)) is not None:
-        messages = _messages(turns)
+        messages = _with_system(record, _messages(turns))
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
     else:
@@ -157,17 +196,30 @@ def _message_list(record: dict[str, Any]) -> list[Any] | None:
 
 
 def _content(record: dict[str, Any], field: str) -> str:
-    if record.get(field) is None:
-        raise RejectedRowError(f"missing_{field}")
-    value = record[field]
-    if not isinstance(value, str):
-        raise RejectedRowError(f"{field}_not_text")
+    value = record.get(field)
+    if type(value) is not str:
+        if value is None:
+            raise RejectedRowError(f"missing_{field}")
+        value = _joined_parts(value, field)
     if "\0" in value:
         raise RejectedRowError("nul_character")
     value = value.strip()
-    if not value:
+    if not value or not value.strip(INVISIBLE):
         raise RejectedRowError(f"empty_{field}")
     return value
+
+
+def _joined_parts(value: Any, field: str) -> str:
+    """OpenAI's `[{"type": "text", "text": …}, …]`; parts that are no text have no place in a text model's row."""
+    if not isinstance(value, list) or not value:
+        raise RejectedRowError(f"{field}_not_text")
+    texts = []
+    for part in value:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise RejectedRowError(f"{field}_not_text")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _messages(turns: list[Any]) -> list[dict[str, str]]:
@@ -175,14 +227,42 @@ def _messages(turns: list[Any]) -> list[dict[str, str]]:
         raise RejectedRowError("no_messages")
     messages = []
     for turn in turns:
-        if not isinstance(turn, dict):
+        if type(turn) is not dict:
             raise RejectedRowError("message_not_object")
-        role = turn.get("role", turn.get("from"))
-        if not isinstance(role, str) or role.lower() not in ROLES:
-            raise RejectedRowError("unknown_role")
+        written = turn["role"] if "role" in turn else turn.get("from")
+        role = ROLES.get(written) if type(written) is str else None
+        if role is None:
+            role = _other_role(written)
+        if turn.get("tool_calls"):
+            raise RejectedRowError("tool_turn")
         field = "value" if "value" in turn and "content" not in turn else "content"
-        messages.append(_message(ROLES[role.lower()], _content(turn, field)))
+        messages.append({"role": role, "content": _content(turn, field)})
     return messages
+
+
+def _other_role(written: Any) -> str:
+    """A role in another case; a tool's turn is not one that a chat model is trained to write."""
+    role = written.lower() if isinstance(written, str) else ""
+    if role in TOOL_ROLES:
+        raise RejectedRowError("tool_turn")
+    if role not in ROLES:
+        raise RejectedRowError("unknown_role")
+    return ROLES[role]
+
+
+def _with_system(record: dict[str, Any], messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """ShareGPT's `system` beside its turns."""
+    if record.get("system") and messages[0]["role"] != "system":
+        return [_message("system", _content(record, "system")), *messages]
+    return messages
+
+
+def _question(record: dict[str, Any], field: str) -> str:
+    """What is asked: `field`, or Alpaca's `instruction` with its `input` below it."""
+    if "instruction" not in record:
+        return _content(record, field)
+    question = _content(record, "instruction")
+    return f"{question}\n\n{_content(record, 'input')}" if record.get("input") else question
 
 
 def _history(record: dict[str, Any]) -> list[dict[str, str]]:
@@ -201,11 +281,11 @@ def _history(record: dict[str, Any]) -> list[dict[str, str]]:
 
 def _prompt_messages(record: dict[str, Any], *, required: bool) -> list[dict[str, str]] | None:
     field = "prompt" if "prompt" in record else "input"
-    if not required and record.get(field) is None:
+    if not required and record.get(field) is None and "instruction" not in record:
         return None
-    if isinstance(record.get(field), list):
+    if isinstance(record.get(field), list) and "instruction" not in record:
         return _messages(record[field])
-    return [*_history(record), _message("user", _content(record, field))]
+    return [*_history(record), _message("user", _question(record, field))]
 
 
 def _check_prompt(messages: list[dict[str, str]]) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def _prompts(job: Job, section: EvaluationConfig, tokenizer: ChatTokenizer) -> l
     if "prompts_heldout" not in job.inputs:
         return []
     reader = ShardReader(job.input("prompts_heldout"))
-    rows = reader.meta or []
+    rows: Sequence[dict[str, Any]] = reader.meta or []
     fitted = [
         fit_prompt(tokenizer, rows[index]["messages"], section.max_prompt_tokens)
         for index in measures.spread(len(rows), section.num_prompts)

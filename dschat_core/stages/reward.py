@@ -47,7 +47,7 @@ def reward(job: Job) -> Product:
         seed=engine.derive_seed(section.seed, job.stage, "order"),
         max_length=section.max_length,
         global_batch_size=section.global_batch_size,
-        packed=False,
+        packing="bucketed",
     )
     engine.log(
         f"reward: {num_parameters(model):,} parameters, {len(longer_P):,} pairs, {plan.steps_per_epoch:,} steps an epoch"
@@ -80,8 +80,8 @@ def reward(job: Job) -> Product:
 def collate_pairs(reader: ShardReader, rows: Sequence[Sequence[int]]) -> Inputs:
     """The micro-batch of these pairs: scores of all chosen sequences, then of all rejected ones."""
     pairs = [pair for row in rows for pair in row]
-    sequences = [reader.tokens(2 * pair + side) for side in (0, 1) for pair in pairs]
-    return pack_last(sequences, device=engine.device())
+    ids, _, lengths = reader.gather([2 * pair + side for side in (0, 1) for pair in pairs])
+    return pack_last(np.split(ids, np.cumsum(lengths)[:-1]) if pairs else [], device=engine.device())
 
 
 def _halves(scores_N1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from dschat_core.train.loop import (
     resolve_micro_batch_size,
     train,
 )
-from dschat_core.train.objectives import AtPositions, Inputs, next_token_loss, pack_targets
+from dschat_core.train.objectives import AtPositions, Inputs, next_token_loss, pack_masked
 
 
 def train_next_token(job: Job, section: TrainingConfig, model: Any, *, train_part: str, heldout_part: str) -> Product:
@@ -36,7 +36,7 @@ def train_next_token(job: Job, section: TrainingConfig, model: Any, *, train_par
         seed=engine.derive_seed(section.seed, job.stage, "order"),
         max_length=section.max_length,
         global_batch_size=section.global_batch_size,
-        packed=True,
+        packing="packed",
     )
     engine.log(
         f"{job.stage}: {num_parameters(model):,} parameters, {len(reader):,} rows packed into {plan.num_rows:,}, "
@@ -76,9 +76,8 @@ def train_next_token(job: Job, section: TrainingConfig, model: Any, *, train_par
 
 def collate(reader: ShardReader, rows: Sequence[Sequence[int]]) -> Inputs:
     """The micro-batch of these packed rows of sample ids."""
-    return pack_targets(
-        [[(reader.tokens(sample), reader.mask(sample)) for sample in row] for row in rows], device=engine.device()
-    )
+    samples = [sample for row in rows for sample in row]
+    return pack_masked(*reader.gather(samples), [len(row) for row in rows], device=engine.device())
 
 
 def heldout_rows(reader: ShardReader, section: TrainingConfig) -> list[list[int]]:

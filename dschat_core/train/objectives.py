@@ -73,46 +73,51 @@ def bradley_terry_loss(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torc
     return -F.logsigmoid(chosen_P - rejected_P).sum()
 
 
-def pack(
-    rows: Sequence[Sequence[np.ndarray]],
-    positions: Sequence[Sequence[np.ndarray]],
-    targets: Sequence[Sequence[np.ndarray]] | None,
-    *,
-    device: torch.device,
-) -> Inputs:
-    """Lay sequences out as rows, side by side, each with positions from 0 and blind to the others.
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of joined sequences lie when each row holds several of them, side by side."""
 
-    Args:
-        rows: token ids (int64) of the sequences of each row.
-        positions: per sequence, where the head is applied, counted from the sequence's start.
-        targets: per sequence, the ids to predict there; None where scores are read.
-    """
-    width = max((sum(len(ids) for ids in row) for row in rows), default=0) or 1
-    ids_BT = np.zeros((max(len(rows), 1), width), np.int64)
-    place_BT = np.zeros_like(ids_BT)
-    owner_BT = np.full_like(ids_BT, -1)
-    found: list[np.ndarray] = []
-    wanted: list[np.ndarray] = []
-    for b, row in enumerate(rows):
-        start = 0
-        for n, ids in enumerate(row):
-            end = start + len(ids)
-            ids_BT[b, start:end] = ids
-            place_BT[b, start:end] = np.arange(len(ids))
-            owner_BT[b, start:end] = n
-            found.append(positions[b][n] + (b * width + start))
-            if targets is not None:
-                wanted.append(targets[b][n])
-            start = end
-    shared = any(len(row) > 1 for row in rows)
-    owner = torch.from_numpy(owner_BT).to(device) if shared else None
-    return Inputs(
-        input_ids_BT=torch.from_numpy(ids_BT).to(device),
-        position_ids_BT=torch.from_numpy(place_BT).to(device) if shared else None,
-        attention_mask_B1TT=None if owner is None else _block_causal(owner),
-        positions_N=torch.from_numpy(_joined(found)).to(device),
-        targets_N=torch.from_numpy(_joined(wanted)).to(device),
-    )
+    starts_B: np.ndarray  # each row's first token among the joined ones
+    ends_B: np.ndarray
+    lengths_S: np.ndarray
+    sizes_B: np.ndarray  # sequences in each row
+    width: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any row holds more than one sequence."""
+        return bool((self.sizes_B > 1).any())
+
+    def rows(self, values_T: np.ndarray, padding: int) -> np.ndarray:
+        """One value per token as (B, T), padded to the right; at least one row, so that an empty batch is a batch."""
+        rows_BT = np.full((max(1, len(self.starts_B)), self.width), padding, values_T.dtype)
+        for b, (start, end) in enumerate(zip(self.starts_B.tolist(), self.ends_B.tolist(), strict=True)):
+            rows_BT[b, : end - start] = values_T[start:end]
+        return rows_BT
+
+    def places(self) -> np.ndarray:
+        """Position of each token in its own sequence, int64 (B, T); 0 in the padding."""
+        places_T = np.arange(self.lengths_S.sum())
+        places_T -= np.repeat(np.cumsum(self.lengths_S) - self.lengths_S, self.lengths_S)
+        return self.rows(places_T, 0)
+
+    def owners(self) -> np.ndarray:
+        """Which sequence each token belongs to, int32 (B, T); -1 in the padding."""
+        return self.rows(np.repeat(np.arange(len(self.lengths_S), dtype=np.int32), self.lengths_S), -1)
+
+    def last_slots(self) -> np.ndarray:
+        """Where in the flattened (B, T) each sequence ends, int64 (S,)."""
+        shift_B = np.arange(len(self.starts_B)) * self.width - self.starts_B
+        return np.cumsum(self.lengths_S) - 1 + np.repeat(shift_B, self.sizes_B)
+
+
+def lay_out(lengths_S: np.ndarray, row_sizes: Sequence[int]) -> Layout:
+    """Rows of `row_sizes` sequences each, of sequences that are `lengths_S` tokens long; no step per sequence."""
+    sizes_B = np.asarray(row_sizes, dtype=np.int64)
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths_S)])
+    last_B = np.cumsum(sizes_B)
+    starts_B, ends_B = bounds[last_B - sizes_B], bounds[last_B]
+    return Layout(starts_B, ends_B, lengths_S, sizes_B, width=int((ends_B - starts_B).max(initial=1)))
 
 
 def _tightest_rows(lengths: Sequence[int]) -> list[list[int]]:
@@ -127,18 +132,49 @@ def _block_causal(owner_BT: torch.Tensor) -> torch.Tensor:
     return same_BTT.tril_().unsqueeze(1)
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def _inputs(
+    layout: Layout, ids_BT: np.ndarray, positions_N: np.ndarray, targets_N: np.ndarray, device: torch.device
+) -> Inputs:
+    shared = layout.is_shared
+    return Inputs(
+        input_ids_BT=torch.from_numpy(ids_BT).to(device),
+        position_ids_BT=torch.from_numpy(layout.places()).to(device) if shared else None,
+        attention_mask_B1TT=_block_causal(torch.from_numpy(layout.owners()).to(device)) if shared else None,
+        positions_N=torch.from_numpy(positions_N).to(device),
+        targets_N=torch.from_numpy(targets_N).to(device),
+    )
+
+
+def pack_masked(
+    ids_T: np.ndarray, mask_T: np.ndarray, lengths_S: np.ndarray, row_sizes: Sequence[int], *, device: torch.device
+) -> Inputs:
+    """A micro-batch for `next_token_loss` from joined sequences, as `ShardReader.gather` gives them.
+
+    Args:
+        mask_T: whether a token itself is predicted, from those before it; never true of a sequence's first.
+        lengths_S: tokens of each sequence, int64.
+        row_sizes: sequences in each row.
+    """
+    layout = lay_out(lengths_S, row_sizes)
+    ids_BT = layout.rows(ids_T, 0)
+    slots_N = np.flatnonzero(layout.rows(mask_T, False))
+    return _inputs(layout, ids_BT, slots_N - 1, ids_BT.reshape(-1)[slots_N], device)
 
 
 def pack_targets(rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], *, device: torch.device) -> Inputs:
     """A micro-batch for `next_token_loss`, from rows of (ids (T,), mask (T,)); mask[t] speaks of token t itself."""
-    places = [[np.flatnonzero(mask[1:]) for _, mask in row] for row in rows]
-    targets = [
-        [ids[1:][where] for (ids, _), where in zip(row, found, strict=True)]
-        for row, found in zip(rows, places, strict=True)
-    ]
-    return pack([[ids for ids, _ in row] for row in rows], places, targets, device=device)
+    samples = [sample for row in rows for sample in row]
+    return pack_masked(
+        _joined([ids for ids, _ in samples], np.int64),
+        _joined([np.concatenate([[False], mask[1:]])[: len(mask)] for _, mask in samples], bool),
+        np.array([len(ids) for ids, _ in samples], np.int64),
+        [len(row) for row in rows],
+        device=device,
+    )
 
 
 def pack_last(sequences: Sequence[np.ndarray], *, device: torch.device) -> Inputs:
@@ -146,18 +182,11 @@ def pack_last(sequences: Sequence[np.ndarray], *, device: torch.device) -> Input
 
     Short sequences share a row; which one ends where is known from the lengths, never from the ids.
     """
-    if not sequences:
-        return pack([], [], None, device=device)
     lengths = [len(ids) for ids in sequences]
-    layout = _tightest_rows(lengths)
-    inputs = pack(
-        [[sequences[index] for index in row] for row in layout],
-        [[np.array([lengths[index] - 1]) for index in row] for row in layout],
-        None,
-        device=device,
-    )
-    order = np.argsort(np.concatenate([np.asarray(row) for row in layout]), kind="stable")
-    positions_N = inputs.positions_N[torch.from_numpy(order).to(device)]
-    return Inputs(
-        inputs.input_ids_BT, inputs.position_ids_BT, inputs.attention_mask_B1TT, positions_N, inputs.targets_N
-    )
+    rows = _tightest_rows(lengths) if lengths else []
+    order = [index for row in rows for index in row]
+    layout = lay_out(np.array(lengths, np.int64)[order], [len(row) for row in rows])
+    positions_S = np.empty(len(order), np.int64)
+    positions_S[order] = layout.last_slots()
+    ids_BT = layout.rows(_joined([sequences[index] for index in order], np.int64), 0)
+    return _inputs(layout, ids_BT, positions_S, np.zeros(0, np.int64), device)

@@ -16,6 +16,7 @@ import pytest
 from dschat_core.chat_template import ChatTokenizer, load_tokenizer
 from dschat_core.config import (
     DataConfig,
+    DataRuntimeConfig,
     DataSource,
     DuplicatesGate,
     LengthGate,
@@ -162,7 +163,7 @@ def test_gates_fail_drop_or_warn(tmp_path: Path, gate: str, action: str) -> None
 def test_d4_a_file_without_a_usable_row_names_what_took_them(tmp_path: Path) -> None:
     held = write(tmp_path / "held.jsonl", [{"text": "fine"}])
     cases = {
-        "quarantined 2 (json_truncated 1, missing_text 1)": [b'{"text": "cut', {"other": 1}],
+        "quarantined 2 (json_truncated 1, empty_text 1)": [b'{"text": "cut', {"text": ""}],
         "toxicity dropped 1": [{"text": "you are a stupid bitch"}],
         "empty: ": [],
         "1 are held out too": [{"text": "Fine!"}],
@@ -174,6 +175,151 @@ def test_d4_a_file_without_a_usable_row_names_what_took_them(tmp_path: Path) -> 
         assert why in caught.value.what
         assert caught.value.exit_code == 30
         assert "data.text" in caught.value.where
+
+
+def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    rows = [
+        {"input": text, "output": "yes" if i % 3 else "as an AI language model, I can't"}
+        for i, text in enumerate(topics(3000))
+    ]
+    rows[1000:1010] = rows[:10]
+    sources = DataConfig(
+        dialogues=DataSource(train=(write(tmp_path / "d.jsonl", [*rows, b"{cut"]),)),
+        prompts=DataSource(train=(write(tmp_path / "p.jsonl", [{"prompt": t} for t in topics(300, 5000)]),)),
+    )
+    for workers in (1, 2):
+        validation(ValidationConfig(runtime=DataRuntimeConfig(workers=workers)), sources, tmp_path / f"out{workers}")
+    assert tree_bytes(tmp_path / "out1") == tree_bytes(tmp_path / "out2")
+
+
+@pytest.mark.parametrize("memory_bytes", [2**20, 2**30])
+def test_near_duplicates_of_held_out_rows_leave_the_training_side(tmp_path: Path, memory_bytes: int) -> None:
+    held = [f"{text}, and some more words about it" for text in topics(5)]
+    rows = [*topics(50, 100), held[2].replace("words", "word"), held[3].upper() + "!!"]
+    sources = DataConfig(
+        text=DataSource(
+            train=(write(tmp_path / "t.jsonl", [{"text": t} for t in rows]),),
+            heldout=(write(tmp_path / "h.jsonl", [{"text": t} for t in held]),),
+        )
+    )
+    section = ValidationConfig(runtime=DataRuntimeConfig(memory_bytes=memory_bytes))
+    product = validation(section, sources, tmp_path / "out")
+    assert product.facts["datasets"]["text"]["overlap_removed"] == 2
+    assert [row["text"] for row in read(tmp_path / "out" / "text" / "rows.jsonl")] == topics(50, 100)
+    found = json.loads((tmp_path / "out" / "verdict.json").read_bytes())["datasets"]["text"]
+    assert found["gates"]["duplicates"]["count"] == 0
+    assert sorted(cluster["size"] for cluster in found["clusters"]) == [2, 2]
+
+
+def test_duplicates_are_told_apart_as_exact_near_and_same_question(tmp_path: Path) -> None:
+    question = "what is the best way to learn a language"
+    rows = [
+        {"input": question, "output": "read a lot of books and speak with people every day"},
+        {"input": question.upper() + "?", "output": "Read a lot of books, and speak with people every day!"},
+        {"input": question, "output": "read a lot of books and speak with people every week"},
+        {"input": question, "output": "move abroad"},
+        *({"input": t, "output": "yes"} for t in topics(40)),
+    ]
+    found = validate_files([write(tmp_path / "d.jsonl", rows)], DEFAULTS)
+    gate = found["gates"]["duplicates"]
+    assert gate["reasons"] == {"exact": 1, "near": 1}
+    assert gate["stats"]["same_question"] == 3
+    assert [example["line"] for example in gate["examples"]] == [2, 3]
+    assert gate["examples"][0]["first"].endswith("d.jsonl:1")
+    assert found["clusters"] == [{"size": 3, "rows": found["clusters"][0]["rows"]}]
+    assert found["usable"] == 42
+
+
+def test_no_training_row_contains_a_held_out_prompt(tmp_path: Path) -> None:
+    asked = "could you tell me in which year the old stone bridge over the river near our town was built"
+    sources = DataConfig(
+        text=DataSource(
+            train=(
+                write(
+                    tmp_path / "t.jsonl",
+                    [{"text": f"He said: {asked}, {t}"} for t in topics(1)] + [{"text": t} for t in topics(60)],
+                ),
+            )
+        ),
+        prompts=DataSource(
+            train=(
+                write(
+                    tmp_path / "p.jsonl", [{"prompt": t} for t in [*topics(9), "Listen, " + asked.upper() + " please?"]]
+                ),
+            ),
+            heldout=(write(tmp_path / "h.jsonl", [{"prompt": asked}]),),
+        ),
+    )
+    validation(DEFAULTS, sources, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "verdict.json").read_bytes())["datasets"]
+    assert found["text"]["gates"]["contamination"]["count"] == 1
+    assert found["prompts"]["gates"]["contamination"]["count"] == 1
+    assert asked not in (tmp_path / "out" / "text" / "rows.jsonl").read_text()
+    assert len(read(tmp_path / "out" / "prompts_heldout" / "rows.jsonl")) == 1
+    against = ValidationConfig.model_validate({"contamination": {"against": [str(tmp_path / "h.jsonl")]}})
+    assert validate_files([str(tmp_path / "t.jsonl")], against)["gates"]["contamination"]["count"] == 1
+
+
+@pytest.mark.parametrize("action", ["truncate", "split"])
+def test_long_dialogues_are_shortened_by_whole_turns(tmp_path: Path, action: str) -> None:
+    turns = [f"{word} " * 100 for word in ("one", "two", "three", "four", "five", "six")]
+    rows = [
+        {"messages": dialogue(*turns)},
+        {"messages": dialogue("x " * 3000, "y")},
+        *({"input": t, "output": "yes"} for t in topics(20)),
+    ]
+    held = write(tmp_path / "held.jsonl", [{"input": t, "output": "yes"} for t in topics(5, 100)])
+    sources = DataConfig(dialogues=DataSource(train=(write(tmp_path / "t.jsonl", rows),), heldout=(held,)))
+    validation(
+        ValidationConfig.model_validate({"length": {"max_tokens": 400, "action": action}}), sources, tmp_path / "out"
+    )
+    kept = [
+        [m["content"].split()[0] for m in row["messages"]]
+        for row in read(tmp_path / "out" / "dialogues" / "rows.jsonl")
+    ]
+    assert kept[:-20] == (
+        [["five", "six"]] if action == "truncate" else [["one", "two"], ["three", "four"], ["five", "six"]]
+    )
+    gate = json.loads((tmp_path / "out" / "verdict.json").read_bytes())["datasets"]["dialogues"]["gates"]["length"]
+    assert (gate["count"], gate["total"]) == (2, 27)
+
+
+def test_personal_data_is_counted_or_masked_and_never_shown(tmp_path: Path) -> None:
+    rows = [{"input": f"write to anna.smith@example.org about {t}", "output": "yes"} for t in topics(1)]
+    path = write(tmp_path / "d.jsonl", rows + [{"input": t, "output": "yes"} for t in topics(30, 5)])
+    found = validate_files([path], DEFAULTS)
+    assert found["gates"]["pii"]["stats"]["email"] == 1
+    assert "anna.smith" not in json.dumps(found)
+    sources = DataConfig(dialogues=DataSource(train=(path,)))
+    validation(ValidationConfig.model_validate({"pii": {"action": "mask"}}), sources, tmp_path / "out")
+    text = "".join((tmp_path / "out" / part / "rows.jsonl").read_text() for part in ("dialogues", "dialogues_heldout"))
+    assert "anna.smith" not in text
+    assert "write to <EMAIL> about topic 0" in text
+
+
+def test_unknown_columns_are_named_with_those_expected_and_can_be_mapped(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"ask": t, "answer": "yes"} for t in topics(30)])
+    found = validate_files([path], DEFAULTS, "dialogues")
+    assert found["reasons"] == {"unknown_columns": 30}
+    assert found["verdict"] == "fail"
+    assert "columns found: ask, answer; expected: " in found["why"][0]
+    assert "messages" in found["why"][0]
+    sources = DataConfig(dialogues=DataSource(train=(path,), columns={"input": "ask", "output": "answer"}))
+    validation(DEFAULTS, sources, tmp_path / "out")
+    assert read(tmp_path / "out" / "dialogues" / "rows.jsonl")[0]["messages"] == dialogue(topics(1)[0], "yes")
+
+
+def test_files_of_several_kinds_are_judged_apart_and_added_up(tmp_path: Path) -> None:
+    paths = [
+        write(tmp_path / "d.jsonl", [*({"input": t, "output": "yes"} for t in topics(20)), b"", b"nul"]),
+        write(tmp_path / "t.jsonl", [*({"text": t} for t in topics(20)), {"text": "you are a stupid bitch"}]),
+    ]
+    found = validate_files(paths, DEFAULTS)
+    assert found["kind"] == "mixed"
+    assert (found["lines"], found["blank"], found["accepted"], found["quarantined"]) == (43, 1, 41, 1)
+    assert found["gates"]["toxicity"]["count"] == 1
+    assert found["gates"]["toxicity"]["total"] == 41
+    assert sorted(found["datasets"]) == ["dialogues", "text"]
 
 
 def test_a_missing_file_is_named_before_anything_is_read(tmp_path: Path) -> None:
@@ -382,9 +528,9 @@ def test_validation_counts_exactly_with_a_tokenizer(tmp_path: Path) -> None:
     sources = DataConfig(
         dialogues=DataSource(train=(write(tmp_path / "d.jsonl", [{"input": t, "output": "yes"} for t in texts]),))
     )
-    section = ValidationConfig(length=LengthGate(max_tokens=90))
-    for name, folder, dropped in (("estimate", None, 0), ("tokenizer", tmp_path / "tok" / "tokenizer", 1)):
-        validation(section, sources, tmp_path / name, tokenizer=folder)
+    for name, folder, dropped in (("estimate", None, 0), ("tokenizer", str(tmp_path / "tok" / "tokenizer"), 1)):
+        section = ValidationConfig(length=LengthGate(max_tokens=90, tokenizer=folder))
+        validation(section, sources, tmp_path / name)
         found = json.loads((tmp_path / name / "verdict.json").read_bytes())["datasets"]["dialogues"]
         assert found["length_measure"] == name
         assert found["gates"]["length"]["count"] == dropped

@@ -1,49 +1,151 @@
-"""Length of a row in tokens of the rendered template.
+"""Length of a row in tokens of the rendered template, and what is left of a row that is too long.
 
-Before there is a tokenizer the length is an estimate from below: a token per 4 bytes of UTF-8 and 5 per turn for the
-template. So no row that fits is dropped here; tokenization counts exactly. Plain text is split there and has no limit.
+Without a tokenizer the length is an estimate: a token per 4 bytes of UTF-8 and 5 per turn for the template;
+tokenization counts exactly. Plain text is measured too, but has no limit: tokenization splits it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
-from dschat_core.config import Dataset
+import numpy as np
+
+from dschat_core.config import Dataset, LengthGate
+from dschat_core.data.gates.block import Block, Finding, GateShard
 from dschat_core.data.schemas import Row
 
 BYTES_PER_TOKEN = 4
 TOKENS_PER_TURN = 5
 
-Measure = Callable[[Dataset, Row], int]
+# Tokens of each row (of a pair: with its longer reply), int64 (rows,).
+Measure = Callable[[Dataset, Sequence[Row]], np.ndarray]
 
 
-def estimated_tokens(kind: Dataset, row: Row) -> int:
-    """Tokens of the row (of the longer reply of a pair), estimated; 0 for plain text."""
+def estimated_tokens(kind: Dataset, rows: Sequence[Row]) -> np.ndarray:
+    """Tokens of each row, estimated from its bytes, int64 (rows,)."""
     if kind == "text":
-        return 0
-    sizes = [len(message["content"].encode()) for message in row["messages"]]
+        return np.array([len(row["text"].encode()) // BYTES_PER_TOKEN for row in rows], dtype=np.int64)
+    turns = [[message["content"] for message in row["messages"]] for row in rows]
     if kind == "preferences":
-        sizes.append(max(len(row["chosen"].encode()), len(row["rejected"].encode())))
-    return sum(sizes) // BYTES_PER_TOKEN + TOKENS_PER_TURN * len(sizes)
+        for contents, row in zip(turns, rows, strict=True):
+            contents.append(max(row["chosen"], row["rejected"], key=lambda reply: len(reply.encode())))
+    return np.array(
+        [len("".join(contents).encode()) // BYTES_PER_TOKEN + TOKENS_PER_TURN * len(contents) for contents in turns],
+        dtype=np.int64,
+    )
 
 
 def exact_measure(tokenizer_folder: Path) -> Measure:
     """A measure like `estimated_tokens`, by a tokenizer and its template."""
-    from dschat_core.chat_template import encode_dialogue, encode_prompt, load_tokenizer
+    from dschat_core.chat_template import assemble_dialogue, assemble_prompt, load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_folder)
 
-    def measure(kind: Dataset, row: Row) -> int:
+    def measure(kind: Dataset, rows: Sequence[Row]) -> np.ndarray:
         if kind == "text":
-            return 0
+            documents = tokenizer.encode_texts([row["text"] for row in rows])
+            return np.array([len(tokenizer.encode_document(ids)) for ids in documents], dtype=np.int64)
+        dialogues = [row["messages"] for row in rows]
+        if kind == "preferences":
+            dialogues = [
+                [*row["messages"], {"role": "assistant", "content": row[side]}]
+                for row in rows
+                for side in ("chosen", "rejected")
+            ]
+        encoded = iter(tokenizer.encode_texts([message["content"] for turns in dialogues for message in turns]))
+        contents = [list(islice(encoded, len(turns))) for turns in dialogues]
         if kind == "prompts":
-            return len(encode_prompt(tokenizer, row["messages"]))
-        replies = [row[side] for side in ("chosen", "rejected")] if kind == "preferences" else [None]
-        dialogues = [
-            row["messages"] + ([{"role": "assistant", "content": reply}] if reply is not None else [])
-            for reply in replies
-        ]
-        return max(len(encode_dialogue(tokenizer, messages)[0]) for messages in dialogues)
+            sizes = [
+                len(assemble_prompt(tokenizer, turns, ids)) for turns, ids in zip(dialogues, contents, strict=True)
+            ]
+        else:
+            sizes = [
+                len(assemble_dialogue(tokenizer, turns, ids)[0]) for turns, ids in zip(dialogues, contents, strict=True)
+            ]
+        found = np.array(sizes, dtype=np.int64)
+        return found.reshape(-1, 2).max(axis=1, initial=0) if kind == "preferences" else found
 
     return measure
+
+
+def length(block: Block, section: LengthGate, tokens: np.ndarray) -> GateShard:
+    """Rows of more than `max_tokens`; `stats` counts rows by the power of two that their tokens do not exceed."""
+    edges = 2 ** np.ceil(np.log2(np.maximum(tokens, 1))).astype(np.int64)
+    found, counts = np.unique(edges, return_counts=True)
+    stats = Counter({str(edge): int(count) for edge, count in zip(found.tolist(), counts.tolist(), strict=True)})
+    if block.kind == "text":
+        return GateShard(stats=stats)
+    over = np.flatnonzero(tokens > section.max_tokens).tolist()
+    return GateShard([Finding(row, "too_long", {"tokens": int(tokens[row])}) for row in over], stats)
+
+
+def windows(
+    roles: Sequence[str],
+    measure: Callable[[int, int], int],
+    limit: int,
+    *,
+    mode: Literal["truncate", "split"] = "truncate",
+) -> list[tuple[int, int]]:
+    """What to keep of a dialogue that is too long, always whole turns from a user's turn on.
+
+    truncate: the longest end that fits; where the last exchange alone does not fit, of the dialogue before it.
+    split: consecutive pieces that fit, each as long as can be; an exchange that alone does not fit is left out.
+    A dialogue that ends on a user turn (a prompt) keeps that turn, or nothing.
+
+    Args:
+        roles: of each message; a system message, if any, is the first, and belongs to every piece.
+        measure: (start, end) → tokens of the system message and messages start … end - 1, rendered; it must not grow
+            when the range shrinks.
+        limit: tokens that a piece may have.
+
+    Returns:
+        (start, end) of each piece, in order, without the system message; empty where nothing fits.
+    """
+    starts = [i for i, role in enumerate(roles) if role == "user"]
+    if not starts:
+        return []
+    if roles[-1] == "user":
+        return _longest_end(starts, len(roles), measure, limit)
+    ends = [i + 1 for i, role in enumerate(roles) if role == "assistant"]
+    if mode == "truncate":
+        for end in reversed(ends):
+            if found := _longest_end([start for start in starts if start < end], end, measure, limit):
+                return found
+        return []
+    pieces: list[tuple[int, int]] = []
+    at = 0
+    while at < len(starts):
+        fitting = bisect_left(range(at, len(ends)), True, key=lambda last: measure(starts[at], ends[last]) > limit)
+        if fitting:
+            pieces.append((starts[at], ends[at + fitting - 1]))
+        at += max(1, fitting)
+    return pieces
+
+
+def _longest_end(
+    starts: Sequence[int], end: int, measure: Callable[[int, int], int], limit: int
+) -> list[tuple[int, int]]:
+    at = bisect_left(starts, True, key=lambda start: measure(start, end) <= limit)
+    return [(starts[at], end)] if at < len(starts) else []
+
+
+def shortened(kind: Dataset, row: Row, section: LengthGate, measure: Measure) -> list[Row]:
+    """The rows that take the place of one that is too long; none where nothing fits. Replies are never cut."""
+    messages = row["messages"]
+    system = messages[:1] if messages[0]["role"] == "system" else []
+
+    def piece(start: int, end: int) -> Row:
+        return {**row, "messages": system + messages[start:end]}
+
+    found = windows(
+        [message["role"] for message in messages],
+        lambda start, end: int(measure(kind, [piece(start, end)])[0]),
+        section.max_tokens,
+        mode="split" if section.action == "split" else "truncate",
+    )
+    return [piece(start, end) for start, end in found]

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dschat_core.config import GateAction
+from dschat_core.config import GateAction, LengthAction, PiiAction
+from dschat_core.data.gates.block import GateTally
 
 Z_ONE_SIDED_95 = 1.6449
 
-Verdict = Literal["pass", "not_certifiable", "dropped", "warned", "failed"]
+Action = GateAction | LengthAction | PiiAction
+Verdict = Literal["pass", "not_certifiable", "dropped", "masked", "truncated", "split", "warned", "failed"]
+
+OVER: dict[Action, Verdict] = {
+    "drop": "dropped",
+    "mask": "masked",
+    "truncate": "truncated",
+    "split": "split",
+    "warn": "warned",
+    "fail": "failed",
+}
 
 
 @dataclass(frozen=True)
 class GateResult:
     """What a gate found in a data set.
 
-    `rate` is the share of rows flagged, `upper` its 95 % upper bound, by which `pass` is judged: few rows without a
-    finding are `not_certifiable`. Over the threshold the verdict is the action's: `dropped`, `warned` or `failed`.
+    `rate` is the share of the `total` rows that it flagged, `upper` its 95 % upper bound, by which `pass` is judged: few
+    rows without a finding are `not_certifiable`. Over the threshold the verdict is the action's: `dropped`, `failed`, …
     """
 
     rate: float
     upper: float
     threshold: float
-    action: GateAction
+    action: Action
     verdict: Verdict
     count: int
+    total: int
+    reasons: dict[str, int]
+    stats: dict[str, int]
     examples: list[dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
@@ -34,19 +47,27 @@ class GateResult:
         return asdict(self)
 
 
-def judge(
-    count: int, total: int, *, threshold: float, action: GateAction, examples: Sequence[dict[str, Any]] = ()
-) -> GateResult:
-    """The verdict on `count` flagged rows of `total`."""
-    rate = count / total if total else 0.0
-    upper = wilson_upper(count, total)
-    verdict: Verdict
+def judge(tally: GateTally, *, threshold: float, action: Action) -> GateResult:
+    """The verdict on what a gate counted; a threshold of 1 asks for nothing and always passes."""
+    rate = tally.count / tally.total if tally.total else 0.0
+    upper = wilson_upper(tally.count, tally.total)
+    verdict: Verdict = "pass"
     if rate > threshold:
-        over: dict[GateAction, Verdict] = {"drop": "dropped", "warn": "warned", "fail": "failed"}
-        verdict = over[action]
-    else:
-        verdict = "pass" if upper <= threshold else "not_certifiable"
-    return GateResult(rate, upper, threshold, action, verdict, count, list(examples))
+        verdict = OVER[action]
+    elif upper > threshold:
+        verdict = "not_certifiable"
+    return GateResult(
+        rate,
+        upper,
+        threshold,
+        action,
+        verdict,
+        tally.count,
+        tally.total,
+        dict(tally.reasons.most_common()),
+        dict(tally.stats.most_common()),
+        list(tally.examples),
+    )
 
 
 def wilson_upper(count: int, total: int, z: float = Z_ONE_SIDED_95) -> float:

@@ -87,7 +87,8 @@ def test_d1_what_is_no_row_is_rejected_with_a_reason(kind: Dataset, record: dict
         ([U, S, A], "system_not_first"),
         ([A, U, A], "starts_on_assistant"),
         ([S], "no_user_turn"),
-        ([{"role": "tool", "content": "x"}, A], "unknown_role"),
+        ([{"role": "tool", "content": "x"}, A], "tool_turn"),
+        ([{"role": "narrator", "content": "x"}, A], "unknown_role"),
     ],
 )
 def test_d5_turns_that_do_not_alternate_are_never_trained_on(messages: list[dict[str, str]], reason: str) -> None:

@@ -1,0 +1,74 @@
+"""Replies that teach nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from dschat_core.config import RepliesGate
+from dschat_core.data.gates.block import Block
+from dschat_core.data.gates.replies import is_boilerplate, replies
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "As an AI language model, I don't have feelings.",
+        "I'm just an AI, so I can't taste food.",
+        "As a large language model trained by OpenAI, I cannot browse.",
+        "I’m sorry, but I can’t assist with that.",
+        "Sorry, I am unable to help you with this request.",
+        "I cannot fulfill your request.",
+        "Here it is. If you have any other questions, please feel free to ask!",
+        "作为一个人工智能语言模型，我没有感情。",
+        "作為一個AI助手，我無法回答。",
+        "我是一个由公司开发的语言模型。",
+        "很抱歉，我无法提供这类信息。",
+    ],
+)
+def test_boilerplate(reply: str) -> None:
+    assert is_boilerplate(reply)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "As an AI researcher I read papers all day.",
+        "AI is changing my job as a teacher",
+        "I'm sorry, I can't come tonight",
+        "sorry but i can't help laughing",
+        "I cannot help you move on Sunday, my back hurts",
+        "This language model has 7 billion parameters.",
+        "我们公司在做语言模型",
+        "抱歉，我明天不能来",
+        "作为一个老师，我很高兴",
+        "do you have any other questions about the house?",
+    ],
+)
+def test_what_people_say_is_not(reply: str) -> None:
+    assert not is_boilerplate(reply)
+
+
+def dialogue(*turns: str) -> dict[str, list[dict[str, str]]]:
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+
+
+def test_all_assistant_turns_are_asked_and_no_other() -> None:
+    rows = [
+        dialogue("as an ai language model, what are you?", "just a friend"),
+        dialogue("hi", "hello", "bye", "…"),
+        dialogue("hi", "ok"),
+        dialogue("hi", "k"),
+        dialogue("hi", "😀😀😀"),
+        dialogue("hi", "好的"),
+        dialogue("hi", "As an AI, I can do that"),
+    ]
+    found = replies(Block("dialogues", rows), RepliesGate())
+    assert [(finding.row, finding.reason, finding.detail["reply"]) for finding in found.findings] == [
+        (1, "near_empty", 2),
+        (3, "near_empty", 1),
+        (4, "near_empty", 1),
+        (6, "boilerplate", 1),
+    ]
+    pair = {**dialogue("hi"), "chosen": "fine", "rejected": "."}
+    assert replies(Block("preferences", [pair, {**pair, "chosen": "?"}]), RepliesGate()).findings[0].row == 1
+    assert replies(Block("text", [{"text": "."}]), RepliesGate()).findings == []
