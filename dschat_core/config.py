@@ -118,7 +118,10 @@ class DuplicatesGate(Gate):
     threshold: float = described(0.05, "share of duplicate rows above which the action `fail` fails", ge=0, le=1)
     action: GateAction = described("drop", "what happens to all but the first of a cluster")
     near_jaccard: float = described(
-        0.8, "Jaccard similarity of character shingles from which two rows are one", gt=0, le=1
+        0.8,
+        "Jaccard similarity of character shingles from which two rows are one; below 0.7 more and more pairs are missed",
+        gt=0,
+        le=1,
     )
 
 

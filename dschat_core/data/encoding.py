@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,16 @@ class Encoded:
     dropped: Counter[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Where each piece of markup around a dialogue's contents starts in `Encoder.markup`, and its length, int64
+    (roles + 1,); and how many tokens they are together."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    size: int
+
+
 class Encoder:
     """Encodes contents, many at once; the same ids with the fast library or without.
 
@@ -57,7 +67,7 @@ class Encoder:
         self.sizes = token_bytes(tokenizer)
         self._fast = _fast_tokenizer(tokenizer) if fast else None
         # Shapes of dialogues by their roles; their markup lies one after the other in `markup`.
-        self._shapes: dict[tuple[tuple[str, ...], bool], tuple[np.ndarray, np.ndarray]] = {}
+        self._shapes: dict[tuple[tuple[str, ...], bool], Shape] = {}
         self.markup = np.zeros(0, dtype=np.uint32)
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -70,15 +80,15 @@ class Encoder:
         ids = np.fromiter(chain.from_iterable(encoded), dtype=np.uint32, count=int(lengths.sum()))
         return ids, _ends(lengths)
 
-    def shape(self, roles: tuple[str, ...], *, generation: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Where each piece of markup around such contents starts in `markup`, and its length; int64 (roles + 1,)."""
+    def shape(self, roles: tuple[str, ...], *, generation: bool) -> Shape:
+        """The markup around such contents."""
         found = self._shapes.get((roles, generation))
         if found is None:
             slots = self.tokenizer.shape(roles, add_generation_prompt=generation)
             lengths = np.array([len(slot) for slot in slots], dtype=np.int64)
             starts = len(self.markup) + _ends(lengths)[:-1]
             self.markup = np.concatenate([self.markup, np.array([i for slot in slots for i in slot], dtype=np.uint32)])
-            found = self._shapes[roles, generation] = (starts, lengths)
+            found = self._shapes[roles, generation] = Shape(starts, lengths, int(lengths.sum()))
         return found
 
     def trained_bytes(self, values: np.ndarray, offsets: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
@@ -171,11 +181,10 @@ def _dialogues(encoder: Encoder, rows: Sequence[Row], max_length: int, long_rows
     contents, starts = _contents(encoder, [row["messages"] for row in rows])
     dropped: Counter[str] = Counter()
     pieces: list[Piece] = []
-    for row, first in zip(rows, starts, strict=True):
-        piece = Piece(
-            tuple(message["role"] for message in row["messages"]), list(range(first, first + len(row["messages"])))
-        )
-        if _size(encoder, contents, piece, generation=False) <= max_length:
+    sizes = np.diff(contents.offsets[starts]).tolist()
+    for row, first, end, size in zip(rows, starts, starts[1:], sizes, strict=True):
+        piece = Piece(tuple([message["role"] for message in row["messages"]]), range(first, end))
+        if encoder.shape(piece.roles, generation=False).size + size <= max_length:
             pieces.append(piece)
         elif long_rows == "drop":
             dropped["too_long"] += 1
@@ -195,7 +204,7 @@ def _preferences(encoder: Encoder, rows: Sequence[Row], max_length: int, _long_r
     dropped: Counter[str] = Counter()
     pieces: list[Piece] = []
     meta: list[dict[str, Any]] = []
-    for row, first in zip(rows, starts, strict=True):
+    for row, first in zip(rows, starts[:-1], strict=True):
         count = len(row["messages"])
         if np.array_equal(contents.of(first + count), contents.of(first + count + 1)):
             dropped["same_tokens"] += 1
@@ -221,7 +230,7 @@ def _prompts(encoder: Encoder, rows: Sequence[Row], max_length: int, _long_rows:
     dropped: Counter[str] = Counter()
     pieces: list[Piece] = []
     meta: list[dict[str, Any]] = []
-    for row, first in zip(rows, starts, strict=True):
+    for row, first in zip(rows, starts[:-1], strict=True):
         messages = row["messages"]
         piece = Piece(tuple(message["role"] for message in messages), list(range(first, first + len(messages))))
         if _size(encoder, contents, piece, generation=True) > max_length:
@@ -261,31 +270,29 @@ class Contents:
         return self.ids[self.offsets[place] : self.offsets[place + 1]]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A dialogue, or a part of one, to be laid out: the roles of its turns and the places of their contents."""
 
     roles: tuple[str, ...]
-    contents: list[int]
+    contents: Sequence[int]
 
     def part(self, start: int, end: int) -> Piece:
         """Turns start … end - 1, after the system turn if there is one."""
         system = 1 if self.roles[0] == "system" else 0
-        return Piece(self.roles[:system] + self.roles[start:end], self.contents[:system] + self.contents[start:end])
+        return Piece(self.roles[:system] + self.roles[start:end], [*self.contents[:system], *self.contents[start:end]])
 
 
 def _contents(encoder: Encoder, dialogues: Sequence[Sequence[Message]]) -> tuple[Contents, list[int]]:
-    """All contents encoded, and the place of each dialogue's first."""
+    """All contents encoded, and the place of each dialogue's first, and of the one after the last."""
     ids, offsets = encoder.encode([message["content"] for messages in dialogues for message in messages])
-    starts = _ends(np.fromiter(map(len, dialogues), dtype=np.int64, count=len(dialogues)))[:-1]
+    starts = _ends(np.fromiter(map(len, dialogues), dtype=np.int64, count=len(dialogues)))
     return Contents(ids, offsets, np.diff(offsets).tolist()), starts.tolist()
 
 
 def _size(encoder: Encoder, contents: Contents, piece: Piece, *, generation: bool) -> int:
     """Tokens of a piece, laid out."""
-    _, lengths = encoder.shape(piece.roles, generation=generation)
     sizes = contents.sizes
-    return int(lengths.sum()) + sum([sizes[place] for place in piece.contents])
+    return encoder.shape(piece.roles, generation=generation).size + sum([sizes[place] for place in piece.contents])
 
 
 def _windows(
@@ -346,9 +353,9 @@ def assemble(
     ends_reply = np.zeros(first[-1], dtype=bool)
     for roles, places in by_roles.items():
         at = first[places][:, None] + np.arange(2 * len(roles) + 1)
-        markup_starts, markup_lengths = encoder.shape(roles, generation=generation)
+        shape = encoder.shape(roles, generation=generation)
         chosen = np.array([pieces[place].contents for place in places], dtype=np.int64)
-        starts[at[:, 0::2]], lengths[at[:, 0::2]] = markup_starts, markup_lengths
+        starts[at[:, 0::2]], lengths[at[:, 0::2]] = shape.starts, shape.lengths
         content_starts = contents.offsets[chosen]
         starts[at[:, 1::2]], lengths[at[:, 1::2]] = content_starts, contents.offsets[chosen + 1] - content_starts
         replies = np.array([role == "assistant" for role in roles])

@@ -33,6 +33,7 @@ class Spool:
     def __init__(self, folder: Path, kind: Dataset) -> None:
         self.kind: Dataset = kind
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self._paths = {name: folder / name for name in ("rows", "forms", "bands")}
         self._open: dict[str, BinaryIO] = {name: path.open("wb") for name, path in self._paths.items()}
         self._columns: dict[str, list[np.ndarray]] = {}

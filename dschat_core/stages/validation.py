@@ -389,6 +389,7 @@ def _judge(
         spool.forms,
         near_jaccard=section.duplicates.near_jaccard,
         memory_bytes=section.runtime.memory_bytes,
+        folder=spool.folder,
     )
     first_of_side = _first_of_side(first, spool.heldout)
     duplicate = first_of_side != np.arange(len(spool))

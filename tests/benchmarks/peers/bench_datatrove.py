@@ -190,7 +190,7 @@ def compare(peer_python: str, rows: int, words: str) -> None:
             print_figure(f"peer_dedup_{side}_kept", count / rows, "share")
             print_figure(f"peer_tokens_{side}", count / seconds["tokens", side], "dialogues/CPU-s")
         for step in ("dedup", "tokens"):
-            print_figure(f"peer_{step}_ratio", seconds[step, "datatrove"] / seconds[step, "ours"], "times", 10)
+            print_figure(f"peer_{step}_ratio", seconds[step, "datatrove"] / seconds[step, "ours"], "times")
         total = {side: seconds["dedup", side] + seconds["tokens", side] for side in ("ours", "datatrove")}
         print_figure("peer_total_ratio", total["datatrove"] / total["ours"], "times", 10)
 
