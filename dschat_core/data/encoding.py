@@ -182,7 +182,7 @@ def _dialogues(encoder: Encoder, rows: Sequence[Row], max_length: int, long_rows
     dropped: Counter[str] = Counter()
     pieces: list[Piece] = []
     sizes = np.diff(contents.offsets[starts]).tolist()
-    for row, first, end, size in zip(rows, starts, starts[1:], sizes, strict=True):
+    for row, first, end, size in zip(rows, starts[:-1], starts[1:], sizes, strict=True):
         piece = Piece(tuple([message["role"] for message in row["messages"]]), range(first, end))
         if encoder.shape(piece.roles, generation=False).size + size <= max_length:
             pieces.append(piece)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -29,6 +30,7 @@ BLOCK_BYTES = 2**21
 ARROW_ROWS = 2048
 # Deeper than any form of dialogue, and far from what exhausts a parser.
 MAX_NESTING = 64
+SPACED_KEY = re.compile(rb'"[ \t\r]+:')
 UTF8_BOM = b"\xef\xbb\xbf"
 # UTF-32's little-endian mark begins with UTF-16's.
 OTHER_BOMS = {
@@ -251,8 +253,6 @@ def parse_block(block: LineBlock) -> Iterator[Record]:
             raw = raw.removesuffix(b"\r")
         if size - 1 > block.max_line_bytes:
             yield Record(file, line, offset, raw[:KEPT_BYTES], None, "line_too_long")
-        elif not raw or raw.isspace():
-            yield Record(file, line, offset, raw, None, None)
         else:
             value, reason = parse(raw)
             yield Record(file, line, offset, raw, value, reason)
@@ -320,6 +320,8 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _text_document(raw: bytes) -> tuple[Any, str | None]:
+    if not raw or raw.isspace():
+        return None, None
     if b"\0" in raw:
         return None, "nul_byte"
     try:
@@ -332,27 +334,43 @@ def _json_object(raw: bytes) -> tuple[Any, str | None]:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        return None, _why_not_json(raw)
+        return None, _why_not_json(raw) if raw and not raw.isspace() else None
     if type(value) is not dict:
         return None, {list: "json_array", type(None): "json_null"}.get(type(value), "json_scalar")
-    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING and _depth(value) > MAX_NESTING:
+    num_keys = len(value)
+    for item in value.values():
+        if type(item) is list:
+            for inner in item:
+                if type(inner) is dict:
+                    num_keys += len(inner)
+    # Every key is written with a colon. Where there are no more of them than the keys of a row and its turns, then no
+    # key was given twice, and no object lies deeper.
+    if raw.count(b":") == num_keys and raw.count(b"[") <= MAX_NESTING:
+        return value, None
+    return _looked_through(raw, value)
+
+
+def _looked_through(raw: bytes, value: dict[str, Any]) -> tuple[Any, str | None]:
+    num_keys = _num_keys(value, 1)
+    if num_keys is None:
         return None, "nested_too_deep"
-    # Every key is written with a colon; where there are as many as keys, none was given twice.
-    if raw.count(b'":') != _num_keys(value) and _has_duplicate_key(raw):
+    # Colons in texts seldom follow a quotation mark.
+    if (raw.count(b'":') != num_keys or SPACED_KEY.search(raw)) and _has_duplicate_key(raw):
         return None, "duplicate_key"
     return value, None
 
 
-def _num_keys(value: dict[str, Any]) -> int:
-    count = len(value)
-    for child in value.values():
-        kind = type(child)
-        if kind is dict:
-            count += _num_keys(child)
-        elif kind is list:
-            for item in child:
-                if type(item) is dict:
-                    count += _num_keys(item)
+def _num_keys(value: dict[str, Any] | list[Any], depth: int) -> int | None:
+    """Keys of all objects in a value that lies `depth` deep; None if anything in it is deeper than MAX_NESTING."""
+    if depth > MAX_NESTING:
+        return None
+    count, items = (len(value), value.values()) if type(value) is dict else (0, value)
+    for item in items:
+        if type(item) is dict or type(item) is list:
+            inner = _num_keys(item, depth + 1)
+            if inner is None:
+                return None
+            count += inner
     return count
 
 
@@ -365,7 +383,8 @@ def _has_duplicate_key(raw: bytes) -> bool:
         doubled = doubled or len(found) != len(pairs)
         return found
 
-    json.loads(raw, object_pairs_hook=check)
+    # Python refuses to read integers of thousands of digits; here they do not matter.
+    json.loads(raw, object_pairs_hook=check, parse_int=str)
     return doubled
 
 
@@ -389,7 +408,8 @@ def _why_not_json(raw: bytes) -> str:
         return "nul_byte"
     odd: list[str] = []
     try:
-        value = json.loads(text, parse_constant=lambda name: odd.append(name))
+        # As the strict parser does, hold an integer of any length for a number of its size.
+        value = json.loads(text, parse_constant=lambda name: odd.append(name), parse_int=float)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             return "json_trailing"
