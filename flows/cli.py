@@ -179,6 +179,96 @@ def report(name: RunName, runs: Runs = "runs", as_json: Json = False) -> None:
 
 
 @app.command()
+def inspect(
+    what: Annotated[str, typer.Argument(help="sft, preferences, ppo or text.", metavar="STAGE")],
+    name: RunName,
+    row: Annotated[int, typer.Option(min=0, help="Which row, from 0.")] = 0,
+    heldout: Annotated[bool, typer.Option("--heldout", help="A row of the held-out part.")] = False,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="--row is a row of training, which may hold several samples.")
+    ] = False,
+    runs: Runs = "runs",
+    as_json: Json = False,
+) -> None:
+    """Show a row as the model is given it: control tokens, and which tokens are trained.
+
+    On a terminal trained text is green and control tokens are reversed; elsewhere trained text stands between ⟦ and ⟧.
+    """
+    with _errors(as_json):
+        from dschat_core.chat_template import load_tokenizer
+        from dschat_core.data.inspecting import as_record, inspect_row
+        from dschat_core.data.shards import ShardReader
+        from dschat_core.runs import artifacts_of, find_run, saved_config
+
+        kinds = {"sft": "dialogues", "reward": "preferences", "ppo": "prompts", "pretraining": "text"}
+        kind = kinds.get(what, what)
+        if kind not in kinds.values():
+            raise ConfigError(f"{what!r} is nothing to inspect", fix="one of sft, preferences, ppo, text")
+        folder = find_run(name, runs)
+        if (shards := artifacts_of(folder).get("tokenization")) is None:
+            raise ConfigError(
+                f"{folder} has no finished tokenization", fix=f"dschat run {folder}/config.yaml --until tokenization"
+            )
+        reader = ShardReader(shards.part(f"{kind}_heldout" if heldout else kind).folder())
+        tokenizer = load_tokenizer(shards.part("tokenizer").folder())
+        samples = _packed_samples(reader, saved_config(folder), kind, row) if packed else [row]
+        if kind == "preferences" and not packed:
+            samples = [2 * row, 2 * row + 1]
+        if not samples or samples[-1] >= len(reader):
+            last = (len(reader) // 2 if kind == "preferences" else len(reader)) - 1
+            raise ConfigError(f"{kind} has no row {row}", why=f"its rows are 0 … {last}", fix=f"--row {last}")
+        records = [
+            as_record(
+                kind, sample, inspect_row(reader, tokenizer, sample), reader.meta[sample] if reader.meta else None
+            )
+            for sample in samples
+        ]
+        if as_json:
+            _print_json({"kind": kind, "rows": records})
+            return
+        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+        for place, sample in enumerate(samples):
+            side = f", {('chosen', 'rejected')[place]}" if kind == "preferences" and not packed else ""
+            record = records[place]
+            console.rule(
+                f"{kind} {sample}{side}: {record['num_tokens']} tokens, {record['num_trained']} trained", align="left"
+            )
+            _print_row(console, inspect_row(reader, tokenizer, sample))
+
+
+def _packed_samples(reader: Any, config: RunConfig, kind: str, row: int) -> list[int]:
+    """The samples of the n-th row that training reads. Raises ConfigError if there is no such row."""
+    from dschat_core.data.batches import packed_plan
+
+    section = {"text": config.pretraining, "dialogues": config.sft}.get(kind)
+    if section is None:
+        raise ConfigError(f"{kind} is not packed in this run", fix="leave out --packed")
+    plan = packed_plan(reader, section, "pretraining" if kind == "text" else "sft")
+    if row >= plan.num_rows:
+        raise ConfigError(f"there is no packed row {row}", why=f"they are 0 … {plan.num_rows - 1}", fix="--row 0")
+    step, place = divmod(row, plan.global_batch_size)
+    return plan.step(step)[place]
+
+
+def _print_row(console: Console, found: list[Any]) -> None:
+    from rich.text import Text
+
+    from dschat_core.data.inspecting import runs_of
+
+    colour = console.is_terminal
+    text = Text()
+    for piece in runs_of(found):
+        if piece.control:
+            text.append(piece.text, style="bold reverse green" if piece.trained else "reverse cyan")
+            text.append("" if colour or not piece.trained else "✓")
+        elif piece.trained:
+            text.append(piece.text if colour else f"⟦{piece.text}⟧", style="green")
+        else:
+            text.append(piece.text, style="dim")
+    console.print(text, soft_wrap=True)
+
+
+@app.command()
 def chat(
     name: Annotated[str, typer.Argument(help="A run (its last model) or a model folder.", metavar="RUN|DIR")],
     prompt: Annotated[str | None, typer.Option(help="Answer this and end; none: read from the terminal.")] = None,

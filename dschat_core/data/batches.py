@@ -20,7 +20,10 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from dschat_core.config import Stage, TrainingConfig
+from dschat_core.data.shards import ShardReader
 from dschat_core.errors import ConfigError
+from dschat_core.seeds import derive_seed
 
 Packing = Literal["packed", "bucketed"]
 PACKING_WINDOW = 10_000
@@ -243,6 +246,18 @@ class BatchPlan:
             self._window = (epoch, window), rows[np.argsort(self._lengths[rows], kind="stable")]
         bucket = permutation(self._seed ^ _mix(window), epoch, count)(turn)
         return self._window[1][bucket * self.global_batch_size : (bucket + 1) * self.global_batch_size]
+
+
+def packed_plan(reader: ShardReader, section: TrainingConfig, stage: Stage) -> BatchPlan:
+    """The packed rows that pretraining or sft trains on, in their order."""
+    return BatchPlan(
+        reader.lengths,
+        reader.num_targets,
+        seed=derive_seed(section.seed, stage, "order"),
+        max_length=section.max_length,
+        global_batch_size=section.global_batch_size,
+        packing="packed",
+    )
 
 
 class GlobalSampler:

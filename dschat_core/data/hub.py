@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from dschat_core.errors import ConfigError
 HUB = "hf:"
 BATCH_ROWS = 2048
 DEFAULT_SPLIT = "train"
+# By preference; without any of them a held-out source must say which it means.
+HELDOUT_SPLITS = ("test", "validation")
 # What `save_to_disk` writes for one split, and for a dictionary of them.
 SPLIT_MARK, DICT_MARK = "state.json", "dataset_dict.json"
 
@@ -37,6 +40,17 @@ def _saved(uri: str) -> tuple[str, str | None] | None:
         if any(os.path.isfile(path / mark) for mark in (SPLIT_MARK, DICT_MARK)):
             return folder, split
     return None
+
+
+def heldout_split(uri: str) -> str:
+    """A source of held-out rows: where a saved dictionary's split is not named, its `test` or `validation`."""
+    if uri.startswith(HUB) or (saved := _saved(uri)) is None or saved[1] is not None:
+        return uri
+    mark = storage.local_path(uri) / DICT_MARK
+    if not mark.is_file():
+        return uri
+    splits = json.loads(mark.read_text())["splits"]
+    return f"{uri}:{next((name for name in HELDOUT_SPLITS if name in splits), HELDOUT_SPLITS[0])}"
 
 
 def batches(uri: str) -> Iterator[Any]:
@@ -88,6 +102,12 @@ def _opened(uri: str) -> Any:
     folder, split = saved
     found = datasets.load_from_disk(str(storage.local_path(folder)))
     if not isinstance(found, datasets.DatasetDict):
+        if split is not None and split != str(found.split):
+            raise ConfigError(
+                f"{folder} has no split {split}",
+                why="it is one data set, not a dictionary of them",
+                fix=f"name it as {folder}",
+            )
         return found
     if (split or DEFAULT_SPLIT) not in found:
         raise ConfigError(
@@ -103,6 +123,10 @@ def _hub_name(uri: str) -> tuple[str, str | None, str]:
     name, _, split = uri.removeprefix(HUB).partition(":")
     if Path(name).is_dir():
         return name, None, split or DEFAULT_SPLIT
+    if name.startswith(("/", ".", "~")):
+        raise ConfigError(
+            f"no folder {name} for {uri}", fix="correct the path, or name a data set of a hub: hf:owner/name"
+        )
     parts = name.split("/")
     return "/".join(parts[:2]), "/".join(parts[2:]) or None, split or DEFAULT_SPLIT
 

@@ -14,7 +14,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import IO, Any, Literal, NamedTuple, cast
 
@@ -68,7 +68,7 @@ def input_files(sources: DataConfig) -> dict[Dataset, list[tuple[str, str]]]:
         )
     found: dict[Dataset, list[tuple[str, str]]] = {}
     for name, source in sources.sources().items():
-        heldout = unique_files(source.heldout)
+        heldout = [hub.heldout_split(uri) for uri in unique_files(source.heldout)]
         train = [uri for uri in unique_files(source.train) if uri not in set(heldout)]
         found[name] = [(uri, "train") for uri in train] + [(uri, "heldout") for uri in heldout]
     return found
@@ -109,13 +109,13 @@ def unique_files(patterns: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(uri for pattern in patterns for uri in expand(pattern)))
 
 
-def read_records(uri: str, *, max_line_bytes: int) -> Iterator[Record]:
+def read_records(uri: str, *, max_line_bytes: int, max_file_bytes: int = 2**63) -> Iterator[Record]:
     """Every line of a file as a record, parsed by the file's ending.
 
     Raises:
         ConfigError: as `read_blocks`.
     """
-    for block in read_blocks(uri, max_line_bytes=max_line_bytes):
+    for block in read_blocks(uri, max_line_bytes=max_line_bytes, max_file_bytes=max_file_bytes):
         yield from parse_block(block)
 
 
@@ -150,9 +150,10 @@ def read_blocks(
     """
     name = uri.lower().removesuffix(".gz").removesuffix(".zst")
     if hub.is_dataset(uri):
-        yield from _arrow_blocks(uri, hub.batches(uri), max_line_bytes)
+        yield from _arrow_blocks(uri, hub.batches(uri), max_line_bytes, max_file_bytes)
     elif name.endswith(".parquet"):
-        yield from _arrow_blocks(uri, _parquet_batches(uri), max_line_bytes)
+        with storage.explained("read", uri):
+            yield from _arrow_blocks(uri, _parquet_batches(uri, block_bytes), max_line_bytes, max_file_bytes)
     else:
         form: Literal["json", "text"] = "text" if name.endswith(".txt") else "json"
         with storage.explained("read", uri):
@@ -165,16 +166,11 @@ def _line_blocks(
     line, offset = 1, 0
     rest = b""
     try:
-        with closing(_open(uri)) as file:
+        with closing(storage.open_input(uri)) as packed, closing(_unpacked(uri, packed)) as file:
             while True:
                 chunk = file.read(block_bytes)
                 if offset + len(rest) + len(chunk) > max_file_bytes:
-                    raise ConfigError(
-                        f"{uri} has more than {max_file_bytes:,} bytes when decompressed",
-                        where=f"after line {line - 1}",
-                        why="a small file that unpacks to a huge one, or a limit that is too low",
-                        fix="raise validation.max_file_bytes if the file is what you expect",
-                    )
+                    raise _too_large(uri, line, max_file_bytes)
                 data = rest + chunk
                 if offset == 0 and line == 1:
                     _refuse_other_encodings(uri, data)
@@ -188,15 +184,11 @@ def _line_blocks(
                     return
                 if len(rest) > max_line_bytes:
                     yield LineBlock(uri, "refused", line, offset, rest[:KEPT_BYTES], max_line_bytes)
-                    skipped, rest = _skip_line(file, rest, block_bytes)
+                    skipped, rest = _skip_line(file, rest, block_bytes, max_file_bytes - offset)
                     offset += skipped
+                    if offset + len(rest) > max_file_bytes:
+                        raise _too_large(uri, line, max_file_bytes)
                     line += 1
-                    if offset > max_file_bytes:
-                        raise ConfigError(
-                            f"{uri} has more than {max_file_bytes:,} bytes when decompressed",
-                            where=f"in line {line - 1}",
-                            fix="raise validation.max_file_bytes if the file is what you expect",
-                        )
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise _broken_compression(uri, line - 1, error) from error
     except Exception as error:
@@ -205,15 +197,24 @@ def _line_blocks(
         raise _broken_compression(uri, line - 1, error) from error
 
 
-def _skip_line(file: IO[bytes], rest: bytes, block_bytes: int) -> tuple[int, bytes]:
-    """Read to the end of a line of which `rest` is the beginning: (its bytes, what follows it)."""
+def _skip_line(file: IO[bytes], rest: bytes, block_bytes: int, most: int) -> tuple[int, bytes]:
+    """Read to the end of a line of which `rest` is the beginning, or past `most`: (its bytes, what follows it)."""
     skipped = len(rest)
-    while chunk := file.read(block_bytes):
+    while skipped <= most and (chunk := file.read(block_bytes)):
         end = chunk.find(b"\n") + 1
         if end:
             return skipped + end, chunk[end:]
         skipped += len(chunk)
     return skipped, b""
+
+
+def _too_large(uri: str, line: int, max_file_bytes: int) -> ConfigError:
+    return ConfigError(
+        f"{uri} has more than {max_file_bytes:,} bytes when decompressed",
+        where=f"{uri}:{line}",
+        why="a small file that unpacks to a huge one, or a limit that is too low",
+        fix="raise validation.max_file_bytes if the file is what you expect",
+    )
 
 
 def _refuse_other_encodings(uri: str, data: bytes) -> None:
@@ -233,11 +234,8 @@ def parse_block(block: LineBlock) -> Iterator[Record]:
         yield Record(file, line, offset, block.data, None, "line_too_long")
         return
     if block.form == "arrow":
-        from pyarrow.ipc import open_stream
-
-        for row in open_stream(block.data).read_all().to_pylist():
-            yield Record(file, line, None, b"", row, None)
-            line += 1
+        for row, (value, reason) in enumerate(_table_rows(block)):
+            yield Record(file, line + row, None, b"", value, reason)
         return
     assert offset is not None
     parse = _text_document if block.form == "text" else _json_object
@@ -269,8 +267,7 @@ def _broken_compression(uri: str, line: int, error: Exception) -> ConfigError:
     )
 
 
-def _open(uri: str) -> IO[bytes]:
-    file = storage.open_input(uri)
+def _unpacked(uri: str, file: IO[bytes]) -> IO[bytes]:
     if uri.lower().endswith(".gz"):
         return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
     if uri.lower().endswith(".zst"):
@@ -343,19 +340,26 @@ def _json_object(raw: bytes) -> tuple[Any, str | None]:
             for inner in item:
                 if type(inner) is dict:
                     num_keys += len(inner)
-    # Every key is written with a colon. Where there are no more of them than the keys of a row and its turns, then no
-    # key was given twice, and no object lies deeper.
-    if raw.count(b":") == num_keys and raw.count(b"[") <= MAX_NESTING:
+    # A key is written before a colon, and lists begin with a bracket: where there are no more of them than this, no key
+    # was given twice and nothing lies deeper. Most lines need no further look.
+    if _num_written_keys(raw, num_keys) == num_keys and raw.count(b"[") <= MAX_NESTING:
         return value, None
     return _looked_through(raw, value)
+
+
+def _num_written_keys(raw: bytes, expected: int) -> int:
+    """How many keys a line may have at most, repeated ones too; no closer a count than tells it from `expected`."""
+    if (colons := raw.count(b":")) == expected:
+        return colons
+    # Colons in texts seldom follow a quotation mark.
+    return colons if SPACED_KEY.search(raw) else raw.count(b'":')
 
 
 def _looked_through(raw: bytes, value: dict[str, Any]) -> tuple[Any, str | None]:
     num_keys = _num_keys(value, 1)
     if num_keys is None:
         return None, "nested_too_deep"
-    # Colons in texts seldom follow a quotation mark.
-    if (raw.count(b'":') != num_keys or SPACED_KEY.search(raw)) and _has_duplicate_key(raw):
+    if _num_written_keys(raw, num_keys) != num_keys and _has_duplicate_key(raw):
         return None, "duplicate_key"
     return value, None
 
@@ -436,12 +440,15 @@ def _survives(value: Any, *, allow_nan: bool) -> bool:
     return True
 
 
-def _arrow_blocks(uri: str, batches: Iterable[Any], max_line_bytes: int) -> Iterator[LineBlock]:
+def _arrow_blocks(uri: str, batches: Iterable[Any], max_line_bytes: int, max_file_bytes: int) -> Iterator[LineBlock]:
     """Batches of rows as Arrow streams, so that workers turn them into objects."""
     from pyarrow.ipc import new_stream
 
-    line = 1
+    line, total = 1, 0
     for batch in batches:
+        total += batch.nbytes
+        if total > max_file_bytes:
+            raise _too_large(uri, line, max_file_bytes)
         sink = io.BytesIO()
         with new_stream(sink, batch.schema) as writer:
             writer.write(batch)
@@ -449,13 +456,38 @@ def _arrow_blocks(uri: str, batches: Iterable[Any], max_line_bytes: int) -> Iter
         line += batch.num_rows
 
 
-def _parquet_batches(uri: str) -> Iterator[Any]:
+def _table_rows(block: LineBlock) -> Iterator[tuple[Any, str | None]]:
+    """(value, reason) of each row of an Arrow block. Arrow's texts are not checked to be UTF-8 before they are asked for."""
+    from pyarrow.ipc import open_stream
+
+    table = open_stream(block.data).read_all()
+    if len(block.data) <= block.max_line_bytes:
+        with suppress(UnicodeDecodeError):
+            yield from [(row, None) for row in table.to_pylist()]
+            return
+    for index in range(table.num_rows):
+        row = table.slice(index, 1)
+        if row.nbytes > block.max_line_bytes:
+            yield None, "line_too_long"
+            continue
+        try:
+            yield row.to_pylist()[0], None
+        except UnicodeDecodeError:
+            yield None, "invalid_utf8"
+
+
+def _parquet_batches(uri: str, block_bytes: int) -> Iterator[Any]:
     import pyarrow.parquet
 
     row = 0
     try:
         with storage.open_input(uri) as file:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=ARROW_ROWS):
+            parquet = pyarrow.parquet.ParquetFile(file)
+            groups = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
+            row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
+            # Rows of long documents are taken fewer at a time.
+            rows = max(1, min(ARROW_ROWS, int(block_bytes / max(1, row_bytes))))
+            for batch in parquet.iter_batches(batch_size=rows):
                 yield batch
                 row += batch.num_rows
     except (ValueError, OSError, pyarrow.lib.ArrowException) as error:

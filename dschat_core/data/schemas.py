@@ -9,7 +9,9 @@ They come as OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruct
 `history`/`input`/`output`; columns of other names are mapped by the config. Roles of other conventions are mapped
 (`human` → user, `gpt` → assistant, …), a tool's turn is not. A dialogue whose turns do not alternate, or that ends on a
 user turn, or has a system turn elsewhere than first, is rejected with a reason: what was meant can't be known. Contents
-are stripped of white space at both ends; keys beside those above (`weight`, `id`, …) are left out.
+are stripped of white space at both ends; one of nothing but white space and invisible characters is empty, one with NUL
+is rejected, other control characters stay. A column that is null is one that isn't there, as tables can say it no other
+way. Keys beside those above (`weight`, `id`, …) are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dschat_core.config import Dataset, RowFormat
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "prompter": "user",
@@ -32,9 +35,18 @@ ROLES = {
     "chatbot": "assistant",
     "model": "assistant",
 }
-TOOL_ROLES = {"tool", "function", "function_call", "observation", "ipython"}
-# Zero-width characters and joiners: a content of nothing else is empty.
-INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff \t\r\n\u3000"
+TOOL_ROLES = {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
+# White space and control characters, soft hyphen, direction marks, Hangul fillers, zero-width characters and joiners,
+# Braille's blank, variation selectors.
+INVISIBLE = "".join(
+    chr(code)
+    for first, last in (
+        *((0, 0x20), (0x7F, 0xA0), (0xAD, 0xAD), (0x61C, 0x61C), (0x115F, 0x1160), (0x1680, 0x1680), (0x180E, 0x180E)),
+        *((0x2000, 0x200F), (0x2028, 0x202F), (0x205F, 0x206F), (0x2800, 0x2800), (0x3000, 0x3000), (0x3164, 0x3164)),
+        *((0xFE00, 0xFE0F), (0xFEFF, 0xFEFF), (0xFFA0, 0xFFA0)),
+    )
+    for code in range(first, last + 1)
+)
 Row = dict[str, Any]
 
 
@@ -52,12 +64,13 @@ COLUMNS: dict[Dataset, tuple[str, ...]] = {
     "preferences": ("chosen", "rejected", "prompt", "instruction", "input"),
     "prompts": ("prompt", "messages", "conversations", "instruction", "input"),
 }
-# The column without which a row is not of a form that the config names.
-FORM_COLUMNS = {
-    "messages": ("messages", "chosen"),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction",),
-    "input_output": ("input", "prompt", "history"),
+ASKING_COLUMNS = ("messages", "conversations", "instruction", "input", "prompt")
+# A form that the config names → the columns that only others have; a row of both is read as the one that is named.
+OTHER_FORMS: dict[RowFormat, tuple[str, ...]] = {
+    "messages": ("conversations", "instruction", "output", "history"),
+    "sharegpt": ("messages", "instruction", "output", "history"),
+    "alpaca": ("messages", "conversations"),
+    "input_output": ("messages", "conversations", "instruction"),
 }
 
 
@@ -70,12 +83,27 @@ def normalise(
         form, columns: see `config.DataSource`.
     """
     if columns:
-        record = {**record, **{ours: record[theirs] for ours, theirs in columns.items() if theirs in record}}
+        renamed = {ours: record[theirs] for ours, theirs in columns.items() if theirs in record}
+        # Under its own name too, an `input` that was mapped to `instruction` would be asked twice.
+        record = {key: value for key, value in record.items() if key not in columns.values()} | renamed
     if record.keys().isdisjoint(COLUMNS[kind]):
         raise RejectedRowError("unknown_columns")
-    if form != "auto" and kind != "text" and record.keys().isdisjoint(FORM_COLUMNS[form]):
-        raise RejectedRowError(f"not_{form}")
+    if form != "auto" and kind != "text":
+        if not _has_form(record, form):
+            raise RejectedRowError(f"not_{form}")
+        record = {key: value for key, value in record.items() if key not in OTHER_FORMS[form]}
     return NORMALISERS[kind](record)
+
+
+def _has_form(record: dict[str, Any], form: RowFormat) -> bool:
+    if form == "sharegpt":
+        return record.get("conversations") is not None
+    if form == "alpaca":
+        return record.get("instruction") is not None
+    if form == "messages":
+        lists = (record.get(column) for column in ("chosen", "prompt", "input"))
+        return record.get("messages") is not None or any(isinstance(value, list) for value in lists)
+    return any(record.get(column) is not None for column in ("input", "prompt", "history"))
 
 
 def expected_columns(kind: Dataset) -> tuple[str, ...]:
@@ -90,11 +118,11 @@ def detect_kind(records: Iterable[Any]) -> Dataset | None:
 
 
 def _kind_of(record: dict[str, Any]) -> Dataset | None:
-    keys = record.keys()
+    keys = {key for key, value in record.items() if value is not None}
     if "chosen" in keys or "rejected" in keys:
         return "preferences"
     if "messages" in keys or "conversations" in keys:
-        turns = record.get("messages", record.get("conversations"))
+        turns = record["messages" if "messages" in keys else "conversations"]
         last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
         # One such row may be a broken dialogue; where most are, it is the data set of prompts.
         return "prompts" if ROLES.get(str(last.get("role", last.get("from"))).lower()) == "user" else "dialogues"
@@ -145,18 +173,20 @@ def _preference(record: dict[str, Any]) -> Row:
     replies = {}
     for side in ("chosen", "rejected"):
         value = record.get(side)
-        if not isinstance(value, list):
+        if not isinstance(value, list | dict):
             replies[side] = _content(record, side)
             continue
-        turns = _messages(value)
+        turns = _messages(value if isinstance(value, list) else [value])
         if turns[-1]["role"] != "assistant":
             raise RejectedRowError(f"{side}_ends_on_user")
         # Some sets repeat the prompt in both lists, instead of or as well as beside them.
-        before = turns[:-1]
+        before = _with_system(record, turns[:-1]) if len(turns) > 1 else []
         if before and prompt is not None and before != prompt:
             raise RejectedRowError("prompts_differ")
         prompt = prompt if prompt is not None else before
         replies[side] = turns[-1]["content"]
+    if not prompt and (before_reply := _message_list(record)) is not None:
+        prompt = _with_system(record, _messages(before_reply))
     if not prompt:
         raise RejectedRowError("missing_prompt")
     _check_prompt(prompt)
@@ -188,10 +218,11 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 def _message_list(record: dict[str, Any]) -> list[Any] | None:
     for key in ("messages", "conversations"):
-        if key in record:
-            if not isinstance(record[key], list):
-                raise RejectedRowError(f"{key}_not_list")
-            return record[key]
+        turns = record.get(key)
+        if type(turns) is list:
+            return turns
+        if turns is not None or (key in record and all(record.get(column) is None for column in ASKING_COLUMNS)):
+            raise RejectedRowError(f"{key}_not_list")
     return None
 
 
@@ -229,13 +260,15 @@ def _messages(turns: list[Any]) -> list[dict[str, str]]:
     for turn in turns:
         if type(turn) is not dict:
             raise RejectedRowError("message_not_object")
-        written = turn["role"] if "role" in turn else turn.get("from")
+        written = turn.get("role")
+        if written is None:
+            written = turn.get("from")
         role = ROLES.get(written) if type(written) is str else None
         if role is None:
             role = _other_role(written)
-        if turn.get("tool_calls"):
+        if turn.get("tool_calls") or turn.get("function_call"):
             raise RejectedRowError("tool_turn")
-        field = "value" if "value" in turn and "content" not in turn else "content"
+        field = "value" if turn.get("content") is None and "value" in turn else "content"
         messages.append({"role": role, "content": _content(turn, field)})
     return messages
 
@@ -251,23 +284,29 @@ def _other_role(written: Any) -> str:
 
 
 def _with_system(record: dict[str, Any], messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """ShareGPT's `system` beside its turns."""
-    if record.get("system") and messages[0]["role"] != "system":
+    """The turns, `system` before them where it lies beside them."""
+    if _given(record, "system") and messages[0]["role"] != "system":
         return [_message("system", _content(record, "system")), *messages]
     return messages
 
 
+def _given(record: dict[str, Any], field: str) -> bool:
+    """Whether an optional field says anything."""
+    value = record.get(field)
+    return value is not None and not (type(value) is str and not value.strip(INVISIBLE))
+
+
 def _question(record: dict[str, Any], field: str) -> str:
     """What is asked: `field`, or Alpaca's `instruction` with its `input` below it."""
-    if "instruction" not in record:
+    if record.get("instruction") is None:
         return _content(record, field)
     question = _content(record, "instruction")
-    return f"{question}\n\n{_content(record, 'input')}" if record.get("input") else question
+    return f"{question}\n\n{_content(record, 'input')}" if _given(record, "input") else question
 
 
 def _history(record: dict[str, Any]) -> list[dict[str, str]]:
     """`system` and `history: [[user, reply], …]` before `input`."""
-    messages = [_message("system", _content(record, "system"))] if record.get("system") else []
+    messages = [_message("system", _content(record, "system"))] if _given(record, "system") else []
     history = record.get("history") or []
     if not isinstance(history, list):
         raise RejectedRowError("history_not_list")
@@ -280,11 +319,12 @@ def _history(record: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _prompt_messages(record: dict[str, Any], *, required: bool) -> list[dict[str, str]] | None:
-    field = "prompt" if "prompt" in record else "input"
-    if not required and record.get(field) is None and "instruction" not in record:
+    field = "input" if record.get("prompt") is None and "input" in record else "prompt"
+    instructed = record.get("instruction") is not None
+    if not required and record.get(field) is None and not instructed:
         return None
-    if isinstance(record.get(field), list) and "instruction" not in record:
-        return _messages(record[field])
+    if isinstance(record.get(field), list) and not instructed:
+        return _with_system(record, _messages(record[field]))
     return [*_history(record), _message("user", _question(record, field))]
 
 

@@ -117,7 +117,11 @@ def _data(lineage: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     table = Table("", ("data set", "training rows", "held-out rows"), tuple(rows))
-    return f"## Data\n\nRows left after the data gates (length, duplicates, toxicity).\n\n{table.markdown()}"
+    gates = (
+        "length, exact and near duplicates, toxicity, language, personal data, empty and boilerplate replies, and overlap "
+        "with what is held out"
+    )
+    return f"## Data\n\nRows left after the data gates: {gates}.\n\n{table.markdown()}"
 
 
 def _lineage(lineage: Sequence[Mapping[str, Any]]) -> str:
@@ -138,7 +142,7 @@ def _limitations(evaluation: Mapping[str, Any]) -> str:
     points = [
         "It says what is likely in chat, not what is true; do not rely on it for facts or advice.",
         "It was evaluated on held-out data of the same origin as its training data; elsewhere it will do worse.",
-        "Toxic training rows were filtered by a word list, which misses what it does not list; the model may be rude.",
+        "Toxic training rows were filtered by a detector that misses some; the model may be rude.",
     ]
     models = (evaluation.get("replies") or {}).get("models") or {}
     last = models.get("ppo") or models.get("sft")

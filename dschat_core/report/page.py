@@ -16,7 +16,10 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from dschat_core.config import STAGES
+from dschat_core.chat_template import load_tokenizer
+from dschat_core.config import DATASETS, STAGES
+from dschat_core.data.inspecting import Piece, inspect_row, runs_of, spread
+from dschat_core.data.shards import ShardReader
 from dschat_core.report.curves import charts, phase_seconds, read_lines
 from dschat_core.report.tables import Table, evaluation_tables, limits_table, number, percent, seconds
 
@@ -44,7 +47,9 @@ PARENTS: dict[str, tuple[str, ...]] = {
     "publishing": ("evaluation",),
 }
 HALVES = {"train": "training", "heldout": "held-out"}
-MAX_EXAMPLES = 5
+MAX_EXAMPLES = 10
+SHOWN_ROWS = 5
+MAX_ROW_CHARACTERS = 1500
 MAX_SAMPLES = 6
 MAX_TEXT = 400
 
@@ -82,6 +87,7 @@ def build_report(
         phases=PHASES,
         curves=view.curves(),
         gates=view.gates(),
+        rows=view.rows(),
         tables=view.tables(),
         fixed_prompts=view.evaluation.get("fixed_prompts") or [],
         samples=view.samples(),
@@ -255,35 +261,21 @@ class _Run:
     def gates(self) -> list[dict[str, Any]]:
         """The data verdict, per data set."""
         verdict = self._json("validation", "verdict.json")
+        return [_data_set(name, entry) for name, entry in (verdict.get("datasets") or {}).items()]
+
+    def rows(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        """(data set, a few of its training rows as the model is given them: {number, tokens, trained, pieces})."""
+        folder = self.folders.get("tokenization")
+        if folder is None or not (folder / "tokenizer" / "tokenizer.json").is_file():
+            return []
+        tokenizer = load_tokenizer(folder / "tokenizer")
         found = []
-        for name, entry in (verdict.get("datasets") or {}).items():
-            gates = [
-                {
-                    "name": gate,
-                    "rate": percent(facts.get("rate"), 2),
-                    "upper": percent(facts.get("upper"), 2),
-                    "threshold": percent(facts.get("threshold"), 2),
-                    "count": number(facts.get("count")),
-                    "action": facts.get("action", ""),
-                    "verdict": str(facts.get("verdict", "")),
-                    "examples": [_short(_example(e)) for e in (facts.get("examples") or [])[:MAX_EXAMPLES]],
-                }
-                for gate, facts in (entry.get("gates") or {}).items()
-            ]
-            rows = entry.get("rows") or {}
-            found.append(
-                {
-                    "name": name,
-                    "counts": [
-                        (key, number(entry[key]))
-                        for key in ("lines", "blank", "accepted", "quarantined")
-                        if key in entry
-                    ]
-                    + [(f"{HALVES.get(half, half)} rows", number(count)) for half, count in rows.items()],
-                    "reasons": sorted((entry.get("reasons") or {}).items(), key=lambda item: -item[1]),
-                    "gates": gates,
-                }
-            )
+        for name in DATASETS:
+            # On a remote store only the parts that were read are here.
+            if (folder / name / "index.json").is_file():
+                reader = ShardReader(folder / name)
+                chosen = spread(len(reader), SHOWN_ROWS)
+                found.append((name, [_shown_row(number, inspect_row(reader, tokenizer, number)) for number in chosen]))
         return found
 
     def tables(self) -> list[Table]:
@@ -374,11 +366,96 @@ def _parents(stage: str, present: Sequence[str]) -> list[str]:
 
 def _example(example: Mapping[str, Any]) -> str:
     """A row that a gate flagged: where it stands, what gave it away, how it begins."""
-    place = f"{Path(str(example.get('file', ''))).name}:{example.get('line', '')}"
-    words = [f"“{example['span']}”"] if "span" in example else []
+    words = [str(example["reason"])] if "reason" in example else []
+    words += [f"“{example[key]}”" for key in ("span", "shared") if key in example]
     if "first" in example:
         words.append(f"repeats {Path(str(example['first'])).name}")
-    return "  ".join([place, *words, str(example.get("excerpt", ""))])
+    return "  ".join([_place(example), *words, str(example.get("excerpt", ""))])
+
+
+def _data_set(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows of a data set's verdict; older verdicts lack some of it."""
+    counts = [(key, number(entry[key])) for key in ("lines", "blank", "accepted", "quarantined") if key in entry]
+    counts += [(f"{HALVES.get(half, half)} rows", number(count)) for half, count in (entry.get("rows") or {}).items()]
+    if entry.get("overlap_removed"):
+        counts.append(("removed as held out", number(entry["overlap_removed"])))
+    gates = entry.get("gates") or {}
+    duplicates = gates.get("duplicates") or {}
+    total = duplicates.get("total")
+    if total and "same_question" in (duplicates.get("stats") or {}):
+        counts.append(("same question", percent(duplicates["stats"]["same_question"] / total, 2)))
+    histogram = entry.get("histogram") or []
+    highest = max((count for _, count in histogram), default=0)
+    return {
+        "name": name,
+        "counts": counts,
+        "reasons": sorted((entry.get("reasons") or {}).items(), key=lambda item: -item[1]),
+        "columns": list(entry.get("columns") or {}),
+        "gates": [_gate(gate, facts) for gate, facts in gates.items()],
+        "shares": [
+            (
+                title,
+                [(code, number(count)) for code, count in list((gates.get(gate) or {}).get("stats", {}).items())[:8]],
+            )
+            for gate, title in (("language", "languages"), ("pii", "personal data"))
+            if (gates.get(gate) or {}).get("stats")
+        ],
+        "histogram": [
+            {
+                "edge": number(edge),
+                "count": number(count),
+                "height": max(1, round(100 * count / highest)) if count else 0,
+            }
+            for edge, count in histogram
+        ],
+        "measure": "counted by a tokenizer" if entry.get("length_measure") == "tokenizer" else "estimated from bytes",
+        "clusters": [
+            {
+                "size": number(cluster["size"]),
+                "rows": [_short(f"{_place(row)}  {row.get('excerpt', '')}") for row in cluster["rows"]],
+            }
+            for cluster in entry.get("clusters") or []
+        ],
+    }
+
+
+def _gate(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "rate": percent(facts.get("rate"), 2),
+        "upper": percent(facts.get("upper"), 2),
+        "threshold": "–" if facts.get("threshold") == 1.0 else percent(facts.get("threshold"), 2),
+        "count": number(facts.get("count")),
+        "action": facts.get("action", ""),
+        "verdict": str(facts.get("verdict", "")),
+        "reasons": ", ".join(f"{reason} {number(count)}" for reason, count in (facts.get("reasons") or {}).items()),
+        "examples": [_short(_example(e)) for e in (facts.get("examples") or [])[:MAX_EXAMPLES]],
+    }
+
+
+def _shown_row(number: int, found: Sequence[Piece]) -> dict[str, Any]:
+    """A row as runs of text of one kind, cut where it is long."""
+    shown: list[dict[str, str]] = []
+    left = MAX_ROW_CHARACTERS
+    for piece in runs_of(found):
+        kind = "control" if piece.control else "trained" if piece.trained else "context"
+        shown.append(
+            {"text": piece.text[:left], "kind": kind + (" trained" if piece.control and piece.trained else "")}
+        )
+        left -= len(piece.text)
+        if left <= 0:
+            shown.append({"text": "…", "kind": "context"})
+            break
+    return {
+        "number": number,
+        "tokens": sum(len(piece.ids) for piece in found),
+        "trained": sum(len(piece.ids) for piece in found if piece.trained),
+        "pieces": shown,
+    }
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return f"{Path(str(row.get('file', ''))).name}:{row.get('line', '')}"
 
 
 def _size(num_bytes: float) -> str:

@@ -54,6 +54,31 @@ def seconds(value: Any) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def gate_tables(verdict: Mapping[str, Any]) -> list[Table]:
+    """One table per data set of a `verdict.json`."""
+    header = ("gate", "rows", "rate", "upper 95 %", "threshold", "action", "verdict", "reasons")
+    found = []
+    for name, entry in (verdict.get("datasets") or {}).items():
+        rows = tuple(
+            (
+                gate,
+                number(facts.get("count")),
+                percent(facts.get("rate"), 3),
+                percent(facts.get("upper"), 3),
+                percent(facts.get("threshold"), 3),
+                str(facts.get("action", "")),
+                str(facts.get("verdict", "")).replace("_", " "),
+                ", ".join(f"{reason} {count:,}" for reason, count in (facts.get("reasons") or {}).items()),
+            )
+            for gate, facts in (entry.get("gates") or {}).items()
+        )
+        counts = [
+            f"{number(entry[key])} {key}" for key in ("lines", "accepted", "quarantined", "blank") if key in entry
+        ]
+        found.append(Table(str(name), header, rows, ", ".join(counts)))
+    return found
+
+
 def evaluation_tables(evaluation: Mapping[str, Any]) -> list[Table]:
     """The tables of an `evaluation.json`; a section the run does not have gives no table."""
     found = [

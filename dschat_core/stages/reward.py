@@ -19,6 +19,7 @@ from dschat_core.cluster.job import Job
 from dschat_core.config import RewardConfig
 from dschat_core.data.batches import BatchPlan, permutation
 from dschat_core.data.shards import ShardReader
+from dschat_core.seeds import derive_seed
 from dschat_core.train import engine
 from dschat_core.train.loop import (
     Objective,
@@ -44,7 +45,7 @@ def reward(job: Job) -> Product:
     plan = BatchPlan(
         longer_P,
         np.ones_like(longer_P),
-        seed=engine.derive_seed(section.seed, job.stage, "order"),
+        seed=derive_seed(section.seed, job.stage, "order"),
         max_length=section.max_length,
         global_batch_size=section.global_batch_size,
         packing="bucketed",
@@ -91,7 +92,7 @@ def _halves(scores_N1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _heldout_pairs(reader: ShardReader, section: RewardConfig) -> list[list[int]]:
     num_pairs = len(reader) // 2
-    order = permutation(engine.derive_seed(section.seed, "heldout"), 0, max(1, num_pairs))
+    order = permutation(derive_seed(section.seed, "heldout"), 0, max(1, num_pairs))
     return [[order(index)] for index in range(min(section.eval_rows, num_pairs))]
 
 

@@ -7,7 +7,6 @@ find) is mended here and nowhere else.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from dschat_core.chat_template import load_tokenizer
 from dschat_core.config import OptimizerConfig, RuntimeConfig
+from dschat_core.seeds import derive_seed
 from dschat_core.train.ds_config import Precision, deepspeed_config
 from dschat_core.train.metrics import PhaseTimer
 
@@ -169,12 +169,6 @@ def gather_objects(value: Any) -> list[Any]:
     boxes: list[Any] = [None] * world_size()
     dist.all_gather_object(boxes, value)
     return boxes
-
-
-def derive_seed(*names: int | str) -> int:
-    """A seed (63 bits) for the random stream that `names` identify, such as (seed, stage, step)."""
-    digest = hashlib.sha256(repr(names).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def seed_torch(*names: int | str) -> None:

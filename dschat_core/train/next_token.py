@@ -12,8 +12,9 @@ import numpy as np
 from dschat_core.artifacts import Product
 from dschat_core.cluster.job import Job
 from dschat_core.config import TrainingConfig
-from dschat_core.data.batches import BatchPlan, packed_rows, permutation
+from dschat_core.data.batches import packed_plan, packed_rows, permutation
 from dschat_core.data.shards import ShardReader
+from dschat_core.seeds import derive_seed
 from dschat_core.train import engine
 from dschat_core.train.loop import (
     Objective,
@@ -30,14 +31,7 @@ from dschat_core.train.objectives import AtPositions, Inputs, next_token_loss, p
 def train_next_token(job: Job, section: TrainingConfig, model: Any, *, train_part: str, heldout_part: str) -> Product:
     """Train `model` on the masked tokens of a part and write the product."""
     reader, heldout = ShardReader(job.input(train_part)), ShardReader(job.input(heldout_part))
-    plan = BatchPlan(
-        reader.lengths,
-        reader.num_targets,
-        seed=engine.derive_seed(section.seed, job.stage, "order"),
-        max_length=section.max_length,
-        global_batch_size=section.global_batch_size,
-        packing="packed",
-    )
+    plan = packed_plan(reader, section, job.stage)
     engine.log(
         f"{job.stage}: {num_parameters(model):,} parameters, {len(reader):,} rows packed into {plan.num_rows:,}, "
         f"{plan.steps_per_epoch:,} steps an epoch, {plan.fill:.1%} full"
@@ -82,7 +76,7 @@ def collate(reader: ShardReader, rows: Sequence[Sequence[int]]) -> Inputs:
 
 def heldout_rows(reader: ShardReader, section: TrainingConfig) -> list[list[int]]:
     """Packed rows of at most `eval_rows` held-out samples, drawn once and the same in every evaluation."""
-    order = permutation(engine.derive_seed(section.seed, "heldout"), 0, max(1, len(reader)))
+    order = permutation(derive_seed(section.seed, "heldout"), 0, max(1, len(reader)))
     drawn = [order(index) for index in range(min(section.eval_rows, len(reader)))]
     samples = [sample for sample in drawn if reader.lengths[sample] <= section.max_length]
     if not samples:
