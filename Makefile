@@ -1,10 +1,11 @@
 # make demo: install and run the whole pipeline on this machine's CPU.   make test: lint, types, contracts, tests.
+# make bench-data: the figures of reading, gates, tokenization and shards.
 PYTHON ?= python3
 BIN := .venv/bin
 RUNTIME := .venv/.installed-demo
 DEV := .venv/.installed-dev
 
-.PHONY: demo test test-slow lint install clean
+.PHONY: demo test test-slow bench-data lint install clean
 
 demo: $(RUNTIME)
 	$(BIN)/python deployments/demo_data.py runs/data
@@ -15,6 +16,12 @@ test: $(DEV) lint
 
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -m "slow"
+
+# Each prints one JSON line per figure; about five minutes.
+bench-data: $(DEV)
+	for topic in reading gates duplicates toxicity validation tokenization shards; do \
+		$(BIN)/python tests/benchmarks/bench_$$topic.py || exit 1; \
+	done
 
 lint: $(DEV)
 	$(BIN)/ruff check .

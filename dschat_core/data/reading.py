@@ -351,8 +351,11 @@ def _num_written_keys(raw: bytes, expected: int) -> int:
     """How many keys a line may have at most, repeated ones too; no closer a count than tells it from `expected`."""
     if (colons := raw.count(b":")) == expected:
         return colons
-    # Colons in texts seldom follow a quotation mark.
-    return colons if SPACED_KEY.search(raw) else raw.count(b'":')
+    # Colons in texts seldom follow a quotation mark, and one within a text has a backslash before it.
+    if SPACED_KEY.search(raw):
+        return colons
+    quoted = raw.count(b'":')
+    return quoted if quoted == expected or b'\\\\":' in raw else quoted - raw.count(b'\\":')
 
 
 def _looked_through(raw: bytes, value: dict[str, Any]) -> tuple[Any, str | None]:
@@ -387,8 +390,7 @@ def _has_duplicate_key(raw: bytes) -> bool:
         doubled = doubled or len(found) != len(pairs)
         return found
 
-    # Python refuses to read integers of thousands of digits; here they do not matter.
-    json.loads(raw, object_pairs_hook=check, parse_int=str)
+    json.loads(raw, object_pairs_hook=check)
     return doubled
 
 

@@ -269,7 +269,7 @@ class _Run:
         if folder is None or not (folder / "tokenizer" / "tokenizer.json").is_file():
             return []
         tokenizer = load_tokenizer(folder / "tokenizer")
-        found = []
+        found: list[tuple[str, list[dict[str, Any]]]] = []
         for name in DATASETS:
             # On a remote store only the parts that were read are here.
             if (folder / name / "index.json").is_file():

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+import os
+import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dschat_core.config import DataConfig, DataSource
-from dschat_core.data.reading import expand, input_files, missing_files, read_records
+from dschat_core.data.reading import (
+    LineBlock,
+    expand,
+    input_files,
+    missing_files,
+    parse_block,
+    read_blocks,
+    read_records,
+)
 from dschat_core.errors import ConfigError
 
 GOOD = b'{"text": "fine"}'
@@ -38,7 +52,22 @@ def read(path: Path, *, max_line_bytes: int = 1000) -> list[tuple[int, object]]:
         (b'{"text": NaN}', "not_finite"),
         (b'{"text": 1e999}', "not_finite"),
         (b"{'text': 1}", "json_syntax"),
-        (b"[" * 2000 + b"]" * 2000, "json_syntax"),
+        (b'{"n": ' + b"7" * 400 + b"}", "not_finite"),
+        (b'{"n": ' + b"7" * 5000 + b"}", "not_finite"),
+        (b"[" * 2000 + b"]" * 2000, "nested_too_deep"),
+        (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "nested_too_deep"),
+        (b'{"a": ' * 70 + b"1" + b"}" * 70, "nested_too_deep"),
+        (b'{"a": [' * 40 + b"1" + b"]}" * 40, "nested_too_deep"),
+        (b'{"a": ' * 1200 + b"1" + b"}" * 1200, "nested_too_deep"),
+        (b'{"text": "a", "text": "b"}', "duplicate_key"),
+        (b'{"text": "a", "text" : "b"}', "duplicate_key"),
+        (b'{"text": "a", "text"\t: "b"}', "duplicate_key"),
+        (b'{"text": "a", "t\\u0065xt": "b"}', "duplicate_key"),
+        (b'{"messages": [{"role": "user", "role": "assistant"}]}', "duplicate_key"),
+        (b'{"a": {"b": {"c": 1, "c": 2}}}', "duplicate_key"),
+        (b'{"a": [[{"c": 1, "c": 2}]]}', "duplicate_key"),
+        (b'{"a": ":", "a" : "\\":"}', "duplicate_key"),
+        (b"\x1f\x8b\x08", "invalid_utf8"),
     ],
 )
 def test_d1_each_bad_line_has_a_reason_of_its_own_and_its_neighbours_survive(
@@ -51,6 +80,124 @@ def test_d1_each_bad_line_has_a_reason_of_its_own_and_its_neighbours_survive(
     assert (records[1].file, records[1].line, records[1].offset) == (str(path), 2, len(GOOD) + 1)
     assert records[1].raw == line
     assert records[2].value == {"text": "fine"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"a": "b: c", "d": "e\\": f"}',
+        b'{"a" : "b", "c" : {"a" : 1}}',
+        b'{"a": [{"a": 1}, {"a": 2}], "b": {"a": 3}}',
+        b'{"a": [[{"a": 1}], "[[[", null]}',
+        b'{"a:": 1, "a::": ":"}',
+        b'{"a": "' + b"[{" * 200 + b'"}',
+        b'{"a": ' + b"[" * 63 + b"]" * 63 + b"}",
+    ],
+)
+def test_colons_and_brackets_in_texts_are_no_keys_and_no_nesting(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "good.jsonl"
+    path.write_bytes(line + b"\n")
+    assert [(r.reason, r.value) for r in read_records(str(path), max_line_bytes=10_000)] == [(None, json.loads(line))]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text(alphabet='ab:" \\[{', max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='ab:"', max_size=2), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def _written(value: Any, stream: random.Random) -> tuple[str, bool]:
+    """(JSON of the value with any spacing, some key perhaps repeated, whether one was)."""
+    if isinstance(value, list):
+        items = [_written(item, stream) for item in value]
+        return "[" + ",".join(text for text, _ in items) + "]", any(doubled for _, doubled in items)
+    if not isinstance(value, dict):
+        return json.dumps(value), False
+    pairs = list(value.items())
+    doubled = bool(pairs) and stream.random() < 0.2
+    if doubled:
+        pairs.append(stream.choice(pairs))
+    texts = []
+    for key, item in pairs:
+        text, inner = _written(item, stream)
+        doubled |= inner
+        texts.append(json.dumps(key) + stream.choice(["", " ", "\t", "  "]) + ":" + text)
+    return "{" + ", ".join(texts) + "}", doubled
+
+
+@given(st.dictionaries(st.text(alphabet='ab:"', max_size=2), JSON_VALUES, max_size=4), st.integers(0, 2**32))
+def test_a_key_that_is_given_twice_is_always_found_and_never_imagined(value: dict[str, Any], seed: int) -> None:
+    text, doubled = _written(value, random.Random(seed))
+    (record,) = parse_block(LineBlock("f", "json", 1, 0, text.encode(), 10_000))
+    assert (record.reason, record.value) == (("duplicate_key", None) if doubled else (None, value))
+
+
+LINES = st.lists(
+    st.sampled_from(
+        [
+            GOOD,
+            GOOD + b"\r",
+            b"\xef\xbb\xbf" + GOOD,
+            '{"text": "二: \u2028"}'.encode(),
+            *(b"", b"  ", b"\r", b"{", b"null", b"\xff", b"[" * 30, b"x" * 39, b"x" * 100),
+            b'{"a": 1, "a": 2}',
+            b'{"text": "\x00"}',
+        ]
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=LINES, ended=st.booleans(), block_bytes=st.integers(1, 120))
+def test_whatever_the_blocks_and_the_packing_every_line_is_found_where_it_is(
+    tmp_path: Path, lines: list[bytes], ended: bool, block_bytes: int
+) -> None:
+    data = b"\n".join(lines) + (b"\n" if ended else b"")
+    paths = [tmp_path / f"a.jsonl{ending}" for ending in ("", ".gz", ".zst")]
+    for path, packed in zip(paths, (data, gzip.compress(data), zstandard.compress(data)), strict=True):
+        path.write_bytes(packed)
+    expected = []
+    offset = 0
+    written = data.split(b"\n")[: None if data and not data.endswith(b"\n") else -1]
+    for number, line in enumerate(written, 1):
+        expected.append((number, offset, *_judged(line, first=number == 1)))
+        offset += len(line) + 1
+    for path in paths:
+        blocks = read_blocks(str(path), max_line_bytes=40, block_bytes=block_bytes)
+        records = [record for block in blocks for record in parse_block(block)]
+        assert [(r.line, r.offset, r.value, r.reason) for r in records] == expected
+
+
+def _judged(line: bytes, *, first: bool) -> tuple[Any, str | None]:
+    """(value, reason) of one of LINES, found the plain way."""
+    if len(line) > 40:
+        return None, "line_too_long"
+    text = (line.removeprefix(b"\xef\xbb\xbf") if first else line).removesuffix(b"\r")
+    if not text.strip():
+        return None, None
+    reasons = {
+        b"{": "json_truncated",
+        b"null": "json_null",
+        b'{"a": 1, "a": 2}': "duplicate_key",
+        b"\xff": "invalid_utf8",
+    }
+    reasons |= {b'{"text": "\x00"}': "nul_byte", b"[" * 30: "json_truncated"}
+    if text in reasons:
+        return None, reasons[text]
+    try:
+        return json.loads(text.decode()), None
+    except ValueError:
+        return None, "json_syntax"
+
+
+def test_d2_an_empty_file_has_no_lines_packed_or_not(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt"):
+        (tmp_path / name).write_bytes(b"")
+        assert read(tmp_path / name) == []
 
 
 def test_d2_bom_crlf_line_separators_blank_lines_and_a_missing_newline(tmp_path: Path) -> None:
@@ -108,6 +255,53 @@ def test_d3_a_packed_file_of_zeros_is_refused_in_bounded_memory(tmp_path: Path, 
     assert int(grown_kib) < 160 * 1024
 
 
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("newlines", [True, False])
+def test_d3_a_file_over_the_limit_is_refused_before_its_end(tmp_path: Path, ending: str, newlines: bool) -> None:
+    path = tmp_path / f"large.jsonl{ending}"
+    opened: Any = {"": open, ".gz": gzip.open, ".zst": zstandard.open}[ending]
+    with opened(path, "wb") as file:
+        file.write((b"0" * 999 + (b"\n" if newlines else b"0")) * 100_000)
+    lines = 0
+    with pytest.raises(ConfigError, match="more than 2,000,000 bytes") as caught:
+        for block in read_blocks(str(path), max_line_bytes=10_000, max_file_bytes=2_000_000, block_bytes=2**16):
+            lines += len(list(parse_block(block)))
+    assert str(path) in caught.value.what
+    assert "max_file_bytes" in caught.value.fix
+    assert lines < 2100
+
+
+def test_a_file_of_exactly_the_limit_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "exact.jsonl"
+    path.write_bytes(GOOD + b"\n" + b"x" * 500 + b"\n" + GOOD)
+    size = path.stat().st_size
+
+    def lines(limit: int) -> int:
+        blocks = read_blocks(str(path), max_line_bytes=100, max_file_bytes=limit, block_bytes=64)
+        return sum(1 for block in blocks for _ in parse_block(block))
+
+    assert lines(size) == 3
+    with pytest.raises(ConfigError, match="more than"):
+        lines(size - 1)
+
+
+def test_a_missing_file_and_a_folder_are_errors_that_name_them(tmp_path: Path) -> None:
+    (tmp_path / "folder.parquet").mkdir()
+    for name in ("gone.jsonl", "gone.jsonl.gz", "gone.parquet", "folder.parquet", "."):
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path / name)
+        assert str(tmp_path / name) in caught.value.what
+
+
+def test_every_opened_file_is_closed_again(tmp_path: Path) -> None:
+    for name, pack in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)):
+        (tmp_path / name).write_bytes(pack(GOOD + b"\n"))
+        read(tmp_path / name)
+    gc.collect()
+    opened = {os.path.realpath(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd")}
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
+
+
 def test_gzip_and_zstandard_give_the_same_lines_also_over_several_frames(tmp_path: Path) -> None:
     plain = tmp_path / "a.jsonl"
     plain.write_bytes(b"".join(json.dumps({"text": str(i)}).encode() + b"\n" for i in range(100)))
@@ -146,6 +340,36 @@ def test_parquet_gives_a_record_per_row(tmp_path: Path) -> None:
     path.write_bytes(b"not parquet")
     with pytest.raises(ConfigError, match="not a readable parquet file"):
         read(path)
+
+
+def test_rows_of_a_table_that_are_too_large_or_not_utf8_are_refused_alone(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    texts = pyarrow.array([b"one", b"\xff\xfe", b"x" * 5000, b"two"]).view("string")
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    assert read(path, max_line_bytes=4000) == [
+        (1, {"text": "one"}),
+        (2, "invalid_utf8"),
+        (3, "line_too_long"),
+        (4, {"text": "two"}),
+    ]
+
+
+def test_a_table_is_read_in_blocks_of_about_the_same_size_and_has_a_limit_too(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    texts = [f"{i:06d}" * 2000 for i in range(300)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, use_dictionary=False)
+    blocks = list(read_blocks(str(path), max_line_bytes=2**20, block_bytes=2**17))
+    assert max(len(block.data) for block in blocks) < 2**18
+    assert [record.value["text"] for block in blocks for record in parse_block(block)] == texts
+    assert [block.first_line for block in blocks] == list(range(1, 301, 10))
+    with pytest.raises(ConfigError, match="more than 1,000,000 bytes"):
+        list(read_blocks(str(path), max_line_bytes=2**20, max_file_bytes=1_000_000))
 
 
 def test_globs_expand_in_order_and_heldout_files_are_never_training_files(tmp_path: Path) -> None:
