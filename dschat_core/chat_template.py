@@ -61,10 +61,10 @@ class ChatTokenizer:
     document_end_id: int
     markup_ids: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Entries, special tokens included."""
-        return self.markup.get_vocab_size(with_added_tokens=True)
+        """Entries, special tokens and ids that stand for nothing included: one more than the highest id."""
+        return 1 + max(self.markup.get_vocab(with_added_tokens=True).values())
 
     @property
     def is_own_template(self) -> bool:
@@ -98,7 +98,7 @@ class ChatTokenizer:
         Without a generation prompt the last is cut behind the end-of-turn token, where a row ends.
         """
         slots: list[list[int]] = [[]]
-        for text, is_markup in _layout(self.template, roles, add_generation_prompt, self.variables, self.origin):
+        for text, is_markup in self._layout(roles, add_generation_prompt):
             if is_markup:
                 slots[-1] = self.markup_tokens(text)
             else:
@@ -109,17 +109,32 @@ class ChatTokenizer:
 
     def check_verbatim(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> None:
         """Raises ConfigError if the template renders these messages to more or less than their contents and its markup."""
-        layout = _layout(
-            self.template, tuple(m["role"] for m in messages), add_generation_prompt, self.variables, self.origin
-        )
+        layout = self._layout(tuple(m["role"] for m in messages), add_generation_prompt)
         self._check_verbatim(messages, layout, add_generation_prompt)
 
     def layout(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> tuple[Segment, ...]:
         """The template around these roles: markup pieces and, flagged False, the role whose content stands there."""
-        roles = tuple(m["role"] for m in messages)
-        layout = _layout(self.template, roles, add_generation_prompt, self.variables, self.origin)
+        layout = self._layout(tuple(m["role"] for m in messages), add_generation_prompt)
         if not self.is_own_template:
             self._check_verbatim(messages, layout, add_generation_prompt)
+        return layout
+
+    def _layout(self, roles: tuple[str, ...], generation: bool) -> tuple[Segment, ...]:
+        layout = _layout(self.template, roles, generation, self.variables, self.origin)
+        # The token after a reply is trained: it has to be there, and to be the one that generation stops at.
+        for place, (role, is_markup) in enumerate(layout):
+            if is_markup or role != "assistant":
+                continue
+            text, follows = layout[place + 1] if place + 1 < len(layout) else ("", True)
+            if not follows or self.markup_tokens(text)[:1] != [self.end_of_turn_id]:
+                raise ConfigError(
+                    "the chat template does not end every reply with "
+                    f"{self.markup.id_to_token(self.end_of_turn_id)!r}: after one it writes "
+                    f"{text[:20] if follows else ''!r}",
+                    where=self.origin,
+                    why=f"roles {list(roles)}",
+                    fix="use a base model whose template ends each reply alike, or only single-turn data",
+                )
         return layout
 
     def _check_verbatim(self, messages: Sequence[Message], layout: tuple[Segment, ...], generation: bool) -> None:
@@ -156,15 +171,18 @@ def load_tokenizer(folder: str | Path) -> ChatTokenizer:
             fix="name a Hugging Face folder with a fast tokenizer",
         ) from None
     config = _read_json(folder / "tokenizer_config.json")
-    # Every added token counts as a control token, also those a base model does not flag as special (`<think>`).
+    # Every added token counts as a control token, also those a base model does not flag as special (`<think>`), but
+    # not runs of spaces or newlines: they are what a text is made of, and nobody can forge a turn with them.
+    never_in_text = {added["id"] for added in source.get("added_tokens", []) if added["special"]}
     for added in source.get("added_tokens", []):
-        added["special"] = True
+        added["special"] = added["special"] or bool(added["content"].replace("▁", " ").strip())
     markup, plain = (Tokenizer.from_str(json.dumps(source)) for _ in range(2))
     plain.encode_special_tokens = True
     for tokenizer in (markup, plain):
         tokenizer.no_truncation()
         tokenizer.no_padding()
 
+    _check_control_text(plain, never_in_text, source["model"], folder)
     variables = {f"{name}_token": _token_text(config.get(f"{name}_token")) or "" for name in ("bos", "eos", "pad")}
     template = _find_template(folder, config)
     if template is None:
@@ -323,7 +341,9 @@ def _fill(layout: Sequence[Segment], contents: Sequence[str]) -> list[Segment]:
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.globals["raise_exception"] = _raise_exception
     environment.filters["tojson"] = lambda value, **kwargs: json.dumps(value, ensure_ascii=False, **kwargs)
     return environment.from_string(template)
@@ -363,6 +383,21 @@ def _end_of_turn(template: str, variables: dict[str, str], tokenizer: Tokenizer,
             fix="use a base model whose template ends a reply with a special token",
         )
     return tokens[0]
+
+
+def _check_control_text(plain: Tokenizer, controls: set[int], model: dict[str, Any], folder: Path) -> None:
+    """A control token's text must not give its id: models with the text among their own pieces may choose it."""
+    unknown = model.get("unk_token")
+    allowed = {model.get("unk_id"), None if unknown is None else plain.token_to_id(unknown)}
+    tokens = [token.content for token in plain.get_added_tokens_decoder().values() if token.special]
+    texts = [text for token in tokens for text in (token, f" {token}", f"a{token}b")]
+    for text, found in zip(texts, plain.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+        if forged := (controls - allowed) & set(found.ids):
+            raise ConfigError(
+                f"the tokenizer of {folder} turns the text {text!r} into the control token {forged.pop()}",
+                why="its model has the control token among its pieces, so that any user could forge a turn",
+                fix="use a base model with a byte-level BPE tokenizer",
+            )
 
 
 def _check_generation_prompt(tokenizer: ChatTokenizer) -> None:

@@ -13,6 +13,8 @@ HARMLESS_TESTS = {"string", "defined", "undefined", "none"}
 HARMLESS_FILTERS = {"trim", "string"}
 LIST_FILTERS = {"length", "count", "list", "first", "last"}
 MAPPING_METHODS = {"items", "values", "keys", "get", "copy", "pop", "update"}
+# What is written inside of these may be changed by what stands around them, or by whoever calls a macro.
+BLOCKS = (nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock, nodes.Macro, nodes.ScopedEvalContextModifier)
 
 
 def depends_on_content(template: str) -> bool:
@@ -51,7 +53,7 @@ class _Analysis:
                         self.contents.add(node.target.name)
                 elif self._has_content(node.node):
                     return True
-        if any(self._has_content(node) for node in self.tree.find_all(nodes.AssignBlock)):
+        if any(self._has_content(node) for node in self.tree.find_all(BLOCKS)):
             return True
         return any(self._misuses(child) for child in self.tree.iter_child_nodes())
 
@@ -79,12 +81,26 @@ class _Analysis:
             and self._is_list(node.node)
         )
 
-    def _is_content(self, node: nodes.Node) -> bool:
+    def _is_content(self, node: nodes.Node | None) -> bool:
         if isinstance(node, nodes.Getitem):
             return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
         if isinstance(node, nodes.Getattr):
             return node.attr == "content"
         return isinstance(node, nodes.Name) and node.name in self.contents
+
+    def _holds_content(self, node: nodes.Node | None) -> bool:
+        """Whether the value of this is a content, or a text made with one in a way that is allowed."""
+        if isinstance(node, nodes.Concat):
+            return any(self._holds_content(part) for part in node.nodes)
+        if isinstance(node, nodes.Add | nodes.And | nodes.Or):
+            return self._holds_content(node.left) or self._holds_content(node.right)
+        if isinstance(node, nodes.CondExpr):
+            return self._holds_content(node.expr1) or self._holds_content(node.expr2)
+        if isinstance(node, nodes.Filter):
+            return node.name in HARMLESS_FILTERS and self._holds_content(node.node)
+        if isinstance(node, nodes.Call):
+            return isinstance(node.node, nodes.Getattr) and self._holds_content(node.node.node)
+        return self._is_content(node)
 
     def _has_content(self, node: nodes.Node) -> bool:
         return self._is_content(node) or any(self._has_content(child) for child in node.iter_child_nodes())
@@ -95,17 +111,14 @@ class _Analysis:
             return False
         if isinstance(node, nodes.Test) and node.name in HARMLESS_TESTS:
             return False
-        if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and self._is_content(node.node.node):
-            return node.node.attr != "strip" or bool(node.args)
-        children = list(node.iter_child_nodes())
-        for child in children:
-            if self._is_content(child) and not self._may_hold_content(node, child):
+        if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and self._holds_content(node.node.node):
+            return node.node.attr != "strip" or bool(node.args) or self._misuses(node.node.node)
+        for child in node.iter_child_nodes():
+            if self._holds_content(child) and not self._may_hold_content(node, child):
                 return True
             if (self._is_message(child) or self._is_list(child)) and not self._may_hold_message(node, child):
                 return True
-        if isinstance(node, nodes.If | nodes.CondExpr) and self._is_content(node.test):
-            children.remove(node.test)
-        return any(self._misuses(child) for child in children)
+        return any(self._misuses(child) for child in node.iter_child_nodes())
 
     def _may_hold_content(self, node: nodes.Node, child: nodes.Node) -> bool:
         if isinstance(node, nodes.Filter):

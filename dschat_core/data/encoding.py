@@ -7,7 +7,6 @@ once for each sequence of roles, is laid between them. `tests/unit/data/test_enc
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -103,7 +102,8 @@ class Encoder:
 
 def fast_problem(tokenizer: ChatTokenizer, texts: Sequence[str]) -> str | None:
     """Why `fastokens` can't stand in for `tokenizers`: it won't load, or differs on one of these or of some hard texts."""
-    sample = [*HARD_TEXTS, *texts]
+    added = [token.content for token in tokenizer.plain.get_added_tokens_decoder().values()]
+    sample = [*HARD_TEXTS, *added, *(f"a{text} {text}b" for text in added), *texts]
     try:
         fast = Encoder(tokenizer, fast=True)
         ids, offsets = fast.encode(sample)
@@ -121,15 +121,7 @@ def fast_problem(tokenizer: ChatTokenizer, texts: Sequence[str]) -> str | None:
 def _fast_tokenizer(tokenizer: ChatTokenizer) -> Any:
     import fastokens
 
-    return fastokens.Tokenizer.from_json_str(_all_special(tokenizer.plain.to_str()))
-
-
-def _all_special(source: str) -> str:
-    """The tokenizer's JSON with every added token flagged as special, which is what keeps it out of plain text."""
-    tree = json.loads(source)
-    for added in tree.get("added_tokens", []):
-        added["special"] = True
-    return json.dumps(tree, ensure_ascii=False)
+    return fastokens.Tokenizer.from_json_str(tokenizer.plain.to_str())
 
 
 # ── the four kinds of rows ──────────────────────────────────────────────────────────────────────────────
@@ -157,6 +149,12 @@ def _check_template(kind: Rows, tokenizer: ChatTokenizer, rows: Sequence[Row]) -
                 tokenizer.check_verbatim([*row["messages"], reply], add_generation_prompt=False)
         else:
             tokenizer.check_verbatim(row["messages"], add_generation_prompt=kind == "prompts")
+
+
+def _check_piece(encoder: Encoder, messages: Sequence[Message], *, generation: bool) -> None:
+    """What is left of a long row is another dialogue to a template that looks at contents."""
+    if not encoder.tokenizer.is_plain_template:
+        encoder.tokenizer.check_verbatim(messages, add_generation_prompt=generation)
 
 
 def _text(encoder: Encoder, rows: Sequence[Row], max_length: int, _long_rows: LongRows) -> Encoded:
@@ -190,6 +188,8 @@ def _dialogues(encoder: Encoder, rows: Sequence[Row], max_length: int, long_rows
             dropped["too_long"] += 1
         elif found := _shortened(encoder, contents, piece, max_length, long_rows):
             pieces += found
+            for shorter in found:
+                _check_piece(encoder, [row["messages"][place - first] for place in shorter.contents], generation=False)
         else:
             dropped["no_exchange_fits"] += 1
     values, offsets, mask = assemble(encoder, contents, pieces, generation=False)
@@ -219,6 +219,10 @@ def _preferences(encoder: Encoder, rows: Sequence[Row], max_length: int, _long_r
                 dropped["pair_too_long"] += 1
                 continue
             pair = [piece.part(*kept) for piece in pair]
+            prompt = [row["messages"][place - first] for place in pair[0].contents[:-1]]
+            for side in sides:
+                reply = {"role": "assistant", "content": row[side]}
+                _check_piece(encoder, [*prompt, reply], generation=False)
         pieces += pair
         meta += [{"kind": row.get("kind")}] * 2
     values, offsets, mask = assemble(encoder, contents, pieces, generation=False, last_only=True)
@@ -240,6 +244,7 @@ def _prompts(encoder: Encoder, rows: Sequence[Row], max_length: int, _long_rows:
                 continue
             piece = piece.part(*found[0])
             messages = [messages[place - first] for place in piece.contents]
+            _check_piece(encoder, messages, generation=True)
         pieces.append(piece)
         meta.append({"messages": messages})
     values, offsets, _ = assemble(encoder, contents, pieces, generation=True)

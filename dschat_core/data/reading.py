@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, Any, Literal, NamedTuple, cast
 
 import orjson
@@ -115,8 +116,8 @@ def read_records(uri: str, *, max_line_bytes: int, max_file_bytes: int = 2**63) 
     Raises:
         ConfigError: as `read_blocks`.
     """
-    for block in read_blocks(uri, max_line_bytes=max_line_bytes, max_file_bytes=max_file_bytes):
-        yield from parse_block(block)
+    blocks = read_blocks(uri, max_line_bytes=max_line_bytes, max_file_bytes=max_file_bytes)
+    return chain.from_iterable(map(parse_block, blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +243,14 @@ def parse_block(block: LineBlock) -> Iterator[Record]:
     lines = block.data.split(b"\n")
     if not lines[-1]:
         lines.pop()
-    returns = b"\r" in block.data
+    returns, longest = b"\r" in block.data, block.max_line_bytes + 1
     for raw in lines:
         size = len(raw) + 1
         if line == 1:
             raw = raw.removeprefix(UTF8_BOM)
         if returns:
             raw = raw.removesuffix(b"\r")
-        if size - 1 > block.max_line_bytes:
+        if size > longest:
             yield Record(file, line, offset, raw[:KEPT_BYTES], None, "line_too_long")
         else:
             value, reason = parse(raw)
@@ -342,18 +343,19 @@ def _json_object(raw: bytes) -> tuple[Any, str | None]:
                     num_keys += len(inner)
     # A key is written before a colon, and lists begin with a bracket: where there are no more of them than this, no key
     # was given twice and nothing lies deeper. Most lines need no further look.
-    if _num_written_keys(raw, num_keys) == num_keys and raw.count(b"[") <= MAX_NESTING:
+    if (raw.count(b":") == num_keys or _num_written_keys(raw, num_keys) == num_keys) and raw.count(b"[") <= MAX_NESTING:
         return value, None
     return _looked_through(raw, value)
 
 
 def _num_written_keys(raw: bytes, expected: int) -> int:
-    """How many keys a line may have at most, repeated ones too; no closer a count than tells it from `expected`."""
-    if (colons := raw.count(b":")) == expected:
-        return colons
-    # Colons in texts seldom follow a quotation mark, and one within a text has a backslash before it.
+    """How many keys a line may have at most, repeated ones too: its colons, but for those that are seen to be text.
+
+    No closer than it takes to tell the number from `expected`.
+    """
     if SPACED_KEY.search(raw):
-        return colons
+        return raw.count(b":")
+    # Colons in texts seldom follow a quotation mark, and where they do, that has one backslash before it.
     quoted = raw.count(b'":')
     return quoted if quoted == expected or b'\\\\":' in raw else quoted - raw.count(b'\\":')
 
@@ -362,7 +364,7 @@ def _looked_through(raw: bytes, value: dict[str, Any]) -> tuple[Any, str | None]
     num_keys = _num_keys(value, 1)
     if num_keys is None:
         return None, "nested_too_deep"
-    if _num_written_keys(raw, num_keys) != num_keys and _has_duplicate_key(raw):
+    if num_keys not in (raw.count(b":"), _num_written_keys(raw, num_keys)) and _has_duplicate_key(raw):
         return None, "duplicate_key"
     return value, None
 

@@ -49,7 +49,7 @@ PARENTS: dict[str, tuple[str, ...]] = {
 HALVES = {"train": "training", "heldout": "held-out"}
 MAX_EXAMPLES = 10
 SHOWN_ROWS = 5
-MAX_ROW_CHARACTERS = 1500
+MAX_ROW_CHARACTERS = 700
 MAX_SAMPLES = 6
 MAX_TEXT = 400
 

@@ -221,7 +221,7 @@ def _find_flaws(job: Job, pairs: list[Pair], replies: list[Reply], tokenizer: Ch
     )
     for reply, named in zip(replies, found, strict=True):
         reply.flaws = list(named)
-        reply.toxic = toxicity.toxic_span(reply.text) is not None
+        reply.toxic = toxicity.lexicon_hits([reply.text])[0] is not None
     return measures.detector_quality(pairs, order, tokenizer) if pairs else None
 
 

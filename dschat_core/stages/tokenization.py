@@ -35,7 +35,8 @@ from dschat_core.errors import ConfigError, GateError
 
 ROWS = "rows.jsonl"
 BATCH_ROWS = 1000
-SAMPLE_ROWS = 1000
+# A batch takes about 40 times its bytes in memory while it is laid out.
+BATCH_BYTES = 4 * 2**20
 # More text than this does not change which pairs are common.
 MAX_TRAINING_BYTES = 256 * 2**20
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -230,15 +231,13 @@ def _sample_texts(sources: Mapping[str, Path]) -> list[str]:
 def _ranges(kind: Rows, source: Path, section: TokenizationConfig, encoder: Encoder) -> list[tuple[int, int]]:
     """The rows of a file in ranges of bytes, each of whole lines, that give shards of about `shard_bytes`."""
     size = source.stat().st_size
+    sample = next(_line_batches(source, 0, size), [])
+    encoded = encode_rows(kind, encoder, [orjson.loads(line) for line in sample], section.max_length, section.long_rows)
+    token_bytes = (2 if encoder.tokenizer.vocab_size <= 2**16 else 4) * len(encoded.values)
+    sampled = sum(map(len, sample))
+    step = max(1, section.shard_bytes * sampled // token_bytes) if token_bytes else max(1, size)
+    edges = [0]
     with source.open("rb") as file:
-        sample = list(islice(file, SAMPLE_ROWS))
-        encoded = encode_rows(
-            kind, encoder, [orjson.loads(line) for line in sample], section.max_length, section.long_rows
-        )
-        token_bytes = (2 if encoder.tokenizer.vocab_size <= 2**16 else 4) * len(encoded.values)
-        sampled = sum(map(len, sample))
-        step = max(1, section.shard_bytes * sampled // token_bytes) if token_bytes else max(1, size)
-        edges = [0]
         while edges[-1] + step < size:
             file.seek(edges[-1] + step)
             file.readline()
@@ -301,10 +300,9 @@ def _line_batches(source: Path, start: int, end: int) -> Iterator[list[bytes]]:
         file.seek(start)
         at = start
         while at < end:
-            lines = []
-            for line in islice(file, BATCH_ROWS):
-                lines.append(line)
-                at += len(line)
-                if at >= end:
-                    break
+            lines: list[bytes] = []
+            last = min(end, at + BATCH_BYTES)
+            while at < last and len(lines) < BATCH_ROWS:
+                lines.append(file.readline())
+                at += len(lines[-1])
             yield lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -42,9 +43,13 @@ def estimated_tokens(kind: Dataset, rows: Sequence[Row]) -> np.ndarray:
 
 def exact_measure(tokenizer_folder: Path) -> Measure:
     """A measure like `estimated_tokens`, by a tokenizer and its template."""
-    from dschat_core.chat_template import assemble_dialogue, assemble_prompt, load_tokenizer
+    from dschat_core.chat_template import load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_folder)
+
+    @lru_cache(maxsize=4096)
+    def markup_tokens(roles: tuple[str, ...], generation: bool) -> int:
+        return sum(map(len, tokenizer.shape(roles, add_generation_prompt=generation)))
 
     def measure(kind: Dataset, rows: Sequence[Row]) -> np.ndarray:
         if kind == "text":
@@ -57,17 +62,14 @@ def exact_measure(tokenizer_folder: Path) -> Measure:
                 for row in rows
                 for side in ("chosen", "rejected")
             ]
-        encoded = iter(tokenizer.encode_texts([message["content"] for turns in dialogues for message in turns]))
-        contents = [list(islice(encoded, len(turns))) for turns in dialogues]
-        if kind == "prompts":
-            sizes = [
-                len(assemble_prompt(tokenizer, turns, ids)) for turns, ids in zip(dialogues, contents, strict=True)
-            ]
-        else:
-            sizes = [
-                len(assemble_dialogue(tokenizer, turns, ids)[0]) for turns, ids in zip(dialogues, contents, strict=True)
-            ]
-        found = np.array(sizes, dtype=np.int64)
+        sizes = iter(map(len, tokenizer.encode_texts([turn["content"] for turns in dialogues for turn in turns])))
+        found = np.array(
+            [
+                sum(islice(sizes, len(turns))) + markup_tokens(tuple(turn["role"] for turn in turns), kind == "prompts")
+                for turns in dialogues
+            ],
+            dtype=np.int64,
+        )
         return found.reshape(-1, 2).max(axis=1, initial=0) if kind == "preferences" else found
 
     return measure
@@ -113,14 +115,19 @@ def windows(
         return _longest_end(starts, len(roles), measure, limit)
     ends = [i + 1 for i, role in enumerate(roles) if role == "assistant"]
     if mode == "truncate":
-        for end in reversed(ends):
-            if found := _longest_end([start for start in starts if start < end], end, measure, limit):
+        for last in reversed(range(len(ends))):
+            if found := _longest_end(starts[: last + 1], ends[last], measure, limit):
                 return found
         return []
     pieces: list[tuple[int, int]] = []
     at = 0
     while at < len(starts):
-        fitting = bisect_left(range(at, len(ends)), True, key=lambda last: measure(starts[at], ends[last]) > limit)
+        # Doubling first: what is measured stays near what fits, however long the dialogue.
+        bound = 1
+        while at + bound < len(starts) and measure(starts[at], ends[at + bound - 1]) <= limit:
+            bound *= 2
+        exchanges = range(at, min(at + bound, len(starts)))
+        fitting = bisect_left(exchanges, True, key=lambda last: measure(starts[at], ends[last]) > limit)
         if fitting:
             pieces.append((starts[at], ends[at + fitting - 1]))
         at += max(1, fitting)
@@ -130,8 +137,10 @@ def windows(
 def _longest_end(
     starts: Sequence[int], end: int, measure: Callable[[int, int], int], limit: int
 ) -> list[tuple[int, int]]:
-    at = bisect_left(starts, True, key=lambda start: measure(start, end) <= limit)
-    return [(starts[at], end)] if at < len(starts) else []
+    # Asked first, as it is little to measure and often decides.
+    if measure(starts[-1], end) > limit:
+        return []
+    return [(starts[bisect_left(starts, True, key=lambda start: measure(start, end) <= limit)], end)]
 
 
 def shortened(kind: Dataset, row: Row, section: LengthGate, measure: Measure) -> list[Row]:

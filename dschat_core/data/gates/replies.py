@@ -16,11 +16,12 @@ from dschat_core.data.schemas import Row
 
 _ALPHANUMERIC = re.compile(r"[^\W_]")
 # Every pattern of the list needs one of these; most replies have none, and finding that out is cheap.
-_TRIGGERS = re.compile(
-    r"\bai\b|a\.i\.|artificial|language model|assistant,|knowledge c|training data|^(?:i|so|very|really)\b[^.!?]{0,60}?\b"
-    r"(?:assist|fulfil|comply|help|provide|engage|generate|create|answer)|^sorry|any (?:other|further|more) questions"
-    r"|人工智|模型|助手|抱歉"
-)
+SIGNS = (
+    " an ai", " a.i.", "artificial", "language model", "learning model", " assistant", "chatgpt", " by ", "knowledge",
+    "training", "last update", "real-time", "personal", "i can", "i'm unable", "i'm not able", "i am unable",
+    "i am not able", "i won't", "i will not", "作为", "作為", "身为", "身為", "我是", "我只是", "我仅", "我僅", "我只不过",
+    "抱歉", "对不起", "對不起", "我无法", "我無法", "我不能", "我的",
+)  # fmt: skip
 
 
 def replies(block: Block, section: RepliesGate) -> GateShard:
@@ -49,7 +50,7 @@ def _reason(reply: str, min_characters: int) -> str | None:
 def is_boilerplate(reply: str) -> bool:
     """Whether a reply speaks of its being a model, or refuses in the stock words."""
     text = reply.lower().replace("’", "'")
-    return _TRIGGERS.search(text) is not None and _patterns().search(text) is not None
+    return any(sign in text for sign in SIGNS) and _patterns().search(text) is not None
 
 
 @lru_cache(maxsize=1)

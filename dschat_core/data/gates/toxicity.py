@@ -91,7 +91,7 @@ _MASKABLE = (
     "whore", "whores", "slut", "sluts", "nigger", "niggers", "nigga", "niggas", "faggot", "faggots", "fag", "fags", "retard",
     "retards", "retarded", "asshole", "assholes", "dick", "dickhead", "bastard", "bastards", "cock", "pussy", "tits", "kill",
     "die", "rape", "raped", "stupid", "idiot", "idiots", "moron", "dumbass", "chink", "chinks", "kike", "kikes", "spic",
-    "spics", "tranny", "trannies", "dyke", "wanker", "twat", "prick", "scum", "nudes", "murder", "suicide", "ass", "stfu",
+    "spics", "paki", "pakis", "sex", "crap", "scum", "tranny", "trannies", "dyke", "wanker", "twat", "prick", "scum", "nudes", "murder", "suicide", "ass", "stfu",
 )  # fmt: skip
 
 # Somebody else's words, told; or words about a word.

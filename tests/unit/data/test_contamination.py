@@ -49,3 +49,10 @@ def test_it_finds_what_a_plain_search_finds(said: list[str], asked: list[str]) -
     runs = {tuple(asked[i : i + 5]) for i in range(len(asked) - 4)}
     expected = any(tuple(said[i : i + 5]) in runs for i in range(len(said) - 4))
     assert flagged([" ".join(said)], [" ".join(asked)], ngram=5) == ([0] if expected else [])
+
+
+def test_runs_do_not_reach_across_words_that_no_prompt_has_nor_join_two_prompts() -> None:
+    first, second = "a b c d e f g h", "e f g h i j k l"
+    assert flagged(["a b c d zebra e f g h"], [first], ngram=5) == []
+    assert flagged(["c d e f g h i j"], [first, second], ngram=8) == []
+    assert flagged(["x a b c d e y"], [first, second], ngram=5) == [0]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dschat_core.config import LengthGate
+from dschat_core.chat_template import CHAT_TEMPLATE, encode_dialogue, encode_prompt, load_tokenizer
+from dschat_core.config import Dataset, LengthGate
 from dschat_core.data.gates.block import Block
-from dschat_core.data.gates.length import estimated_tokens, length, shortened, windows
+from dschat_core.data.gates.length import estimated_tokens, exact_measure, length, shortened, windows
+from dschat_core.data.schemas import Row
+from dschat_core.data.tokenizing import save_tokenizer, train_tokenizer
 
 
 def test_length_is_estimated_from_bytes() -> None:
@@ -89,3 +94,52 @@ def test_a_pair_keeps_its_replies_whole_and_loses_prompt_turns() -> None:
     found = shortened("preferences", pair, LengthGate(max_tokens=250, action="truncate"), estimated_tokens)
     assert found == [{**pair, "messages": prompt[2:]}]
     assert shortened("preferences", pair, LengthGate(max_tokens=200, action="truncate"), estimated_tokens) == []
+
+
+@pytest.mark.parametrize("mode", ["truncate", "split"])
+@pytest.mark.parametrize("turn_tokens", [1, 30, 300])
+def test_what_is_measured_stays_near_what_fits(mode: str, turn_tokens: int) -> None:
+    roles = ("user", "assistant") * 2000
+    measured = 0
+
+    def measure(start: int, end: int) -> int:
+        nonlocal measured
+        measured += end - start
+        return (end - start) * turn_tokens
+
+    windows(roles, measure, 256, mode=mode)  # type: ignore[arg-type]
+    assert measured <= 12 * len(roles)
+
+
+@pytest.mark.parametrize("template", [None, "{{ bos_token }}" + CHAT_TEMPLATE])
+def test_an_exact_measure_is_the_length_that_training_sees(tmp_path: Path, template: str | None) -> None:
+    texts = ["hello there, how are you?", "你好，世界", "<|im_end|> stays text", "I'm fine"]
+    save_tokenizer(train_tokenizer(texts * 20, vocab_size=330), tmp_path, max_length=64)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer, measure = load_tokenizer(tmp_path), exact_measure(tmp_path)
+    turns = [
+        {"role": role, "content": text}
+        for role, text in zip(("system", "user", "assistant", "user"), texts, strict=True)
+    ]
+    replies = [{"role": "assistant", "content": text} for text in ("short", "a much longer reply 你好")]
+    expected: dict[Dataset, tuple[Row, int]] = {
+        "dialogues": ({"messages": turns[:3]}, len(encode_dialogue(tokenizer, turns[:3])[0])),
+        "prompts": ({"messages": turns}, len(encode_prompt(tokenizer, turns))),
+        "preferences": (
+            {"messages": turns, "chosen": replies[0]["content"], "rejected": replies[1]["content"]},
+            max(len(encode_dialogue(tokenizer, [*turns, reply])[0]) for reply in replies),
+        ),
+        "text": ({"text": texts[1]}, len(tokenizer.encode_document(tokenizer.encode_text(texts[1])))),
+    }
+    for kind, (row, tokens) in expected.items():
+        assert measure(kind, [row, row]).tolist() == [tokens, tokens]
+        assert measure(kind, []).tolist() == []
+
+
+def test_a_split_row_keeps_its_system_turn_in_every_piece() -> None:
+    turns = [{"role": "system", "content": "s" * 40}]
+    for place in range(3):
+        turns += [{"role": role, "content": f"{place}" * 100} for role in ("user", "assistant")]
+    found = shortened("dialogues", {"messages": turns}, LengthGate(max_tokens=80, action="split"), estimated_tokens)
+    assert [row["messages"] for row in found] == [[turns[0], *turns[i : i + 2]] for i in (1, 3, 5)]

@@ -30,6 +30,28 @@ FOUND = [
     ("SSN 536-22-1234", "id_number"),
     ("DE89 3704 0044 0532 0130 00", "iban"),
     ("GB82WEST12345698765432", "iban"),
+    ("BE68 5390 0754 7034 FROM ME", "iban"),
+    ("+33 6 12 34 56 78", "phone"),
+    ("+44 (0)20 7946 0958", "phone"),
+    ("请拨打+86 138 1234 5678", "phone"),
+    ("8613812345678", "phone"),
+    ("请打13812345678找我", "phone"),
+    ("1-808-555-1234", "phone"),
+    ("my mobile is 07700 900123", "phone"),
+    ("tel: 020-7946-0958", "phone"),
+    ("(010) 62345678", "phone"),
+    ("电话：021 6234 5678", "phone"),
+    ("4155552671 is my phone number", "phone"),
+    ("he said 415-555-2671", "phone"),
+    ("phone=13812345678", "phone"),
+    ("１３８１２３４５６７８", "phone"),
+    ("银行卡号 6222 0212 3456 7890 128", "card"),
+    ("身份证号110105 19491231 002X", "id_number"),
+    ("social security number 536221234", "id_number"),
+    ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "key"),
+    ("authorization: bearer abcdef0123456789abcdef0123456789", "key"),
+    ("glpat-abcdefghij1234567890", "key"),
+    ("sk_live_4eC39HqLyjWDarjtT1zdp7dc", "key"),
     ("AKIAIOSFODNN7EXAMPLE", "key"),
     ("token ghp_16C7e42F292c6912E7710c838347Ae178B4a", "key"),
     ("sk-proj-abcdefghij1234567890ABCDE", "key"),
@@ -57,6 +79,23 @@ CLEAN = [
     "rows 2147483647 to 4294967295",
     "8 + 1 415 is 1 423",
     "a 1-800 pound gorilla",
+    "order 4111111111111111 has shipped",
+    "订单编号：6222021234567890128",
+    "文件大小13812345678字节，销售额达到13912345678元",
+    "13812345678 * 2, 13812345678 bytes, ¥13812345678",
+    "学号 13812345678",
+    "https://example.com/item/13812345678.html",
+    "user_13812345678 and id=13812345678",
+    "+100 200 300 400 points, x = +12 34 56 78, SUM(+12345678)",
+    "range 200-300-4000, room 415 555 2671",
+    "part number 536-22-1234",
+    "the phone costs 1234567890 rupiah, mobile data: 12345678901 bytes",
+    "call me on 2024-05-06 10:30",
+    "git clone git@github.com:user/repo.git; scp me@host.org:data/x .; logo@2x.png; lodash@4.17.21",
+    "uuid 550e8400-e29b-41d4-a716-446655440000",
+    "sk-learn-contrib-project-name-2024-version",
+    "A file that starts with -----BEGIN PRIVATE KEY----- holds a key. Call 5 people.",
+    "-----BEGIN CERTIFICATE-----\nMIIEow1\n-----END CERTIFICATE-----",
 ]
 
 
@@ -105,6 +144,24 @@ def test_rows_are_flagged_counted_and_masked_in_every_turn() -> None:
     assert masked("text", {"text": "a@example.org"}) == {"text": "<EMAIL>"}
 
 
+def test_a_key_ends_where_it_ends() -> None:
+    key = "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIIrYSSNQFaA2Hwf1duRSxKtLYX5CB04fSeQ6tF1aY\n"
+    assert mask_text(f"{key}and that was it") == "<KEY>\nand that was it"
+    assert mask_text(f"a {key}-----END EC PRIVATE KEY----- b") == "a <KEY> b"
+
+
 def test_hostile_text_takes_no_time() -> None:
-    for text in ("a" * 50_000 + "@", "1" * 50_000, "1-" * 25_000, "a." * 25_000 + "@b", "A1" * 25_000, "+1 " * 20_000):
+    for text in (
+        "a@b.org " * 20_000,
+        "-----BEGIN PRIVATE KEY-----" * 5_000,
+        "(0 " * 20_000,
+        "1 (" * 20_000,
+        "DE12 " * 20_000,
+        "a" * 50_000 + "@",
+        "1" * 50_000,
+        "1-" * 25_000,
+        "a." * 25_000 + "@b",
+        "A1" * 25_000,
+        "+1 " * 20_000,
+    ):
         find(text)
