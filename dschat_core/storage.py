@@ -88,6 +88,9 @@ def size(uri: str) -> int:
     """Bytes of a file or of all files of a folder; 0 for what is no file of ours (`hf:name`)."""
     if not is_remote(uri):
         path = local_path(uri)
+        if not path.exists():
+            # A split of a saved data set: `folder:split`.
+            path = local_path(uri.rpartition(":")[0])
         files = path.rglob("*") if path.is_dir() else [path]
         return sum(file.stat().st_size for file in files if file.is_file())
     with explained("look for", uri):

@@ -111,7 +111,11 @@ class _Analysis:
             return False
         if isinstance(node, nodes.Test) and node.name in HARMLESS_TESTS:
             return False
-        if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and self._holds_content(node.node.node):
+        if (
+            isinstance(node, nodes.Call)
+            and isinstance(node.node, nodes.Getattr)
+            and self._holds_content(node.node.node)
+        ):
             return node.node.attr != "strip" or bool(node.args) or self._misuses(node.node.node)
         for child in node.iter_child_nodes():
             if self._holds_content(child) and not self._may_hold_content(node, child):

@@ -104,6 +104,9 @@ def validate(
         typer.Argument(help="Data files, globs, s3:// addresses, save_to_disk folders or hf:NAME.", metavar="FILE…"),
     ],
     kind: Annotated[str | None, typer.Option(help="text, dialogues, preferences or prompts; none: detected.")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="`output=answer`: our column and theirs; may be repeated.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Take the gates of this run's YAML file.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="One-off change of a gate, as `pii.action=fail`; may be repeated.")
@@ -117,9 +120,18 @@ def validate(
 
         if kind is not None and kind not in DATASETS:
             raise ConfigError(f"--kind {kind!r} is unknown", fix=f"one of {', '.join(DATASETS)}")
+        columns = dict(pair.partition("=")[::2] for pair in column or [])
+        if not all(columns.values()):
+            raise ConfigError(
+                f"--column {column} is not of the form ours=theirs", fix="for example --column output=answer"
+            )
         console = Console(stderr=True)
         verdict = validate_files(
-            files, load_validation(config, set_ or []), kind, progress=lambda line: console.print(line, markup=False)
+            files,
+            load_validation(config, set_ or []),
+            kind,
+            columns=columns,
+            progress=lambda line: console.print(line, markup=False),
         )
         _print_json(verdict) if as_json else _print_verdict(verdict)
         if verdict["verdict"] == "fail":

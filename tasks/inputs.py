@@ -7,6 +7,7 @@ from pathlib import Path
 from dschat_core import storage
 from dschat_core.artifacts import InputEntry
 from dschat_core.config import DataConfig, RunConfig, ValidationConfig
+from dschat_core.data import hub
 from dschat_core.data.reading import input_files, unique_files
 from dschat_core.errors import IntegrityError
 from tasks.produce import GivenFolder
@@ -16,7 +17,8 @@ def file_digests(config: RunConfig) -> dict[str, str]:
     """{address: SHA-256} of every input file, from memory where a file has not changed."""
     memory = storage.DigestMemory(Path(config.runs) / ".digests.json")
     named = [uri for files in input_files(config.data).values() for uri, _ in files]
-    return {uri: memory.sha256(uri) for uri in [*named, *unique_files(config.validation.contamination.against)]}
+    named += unique_files(config.validation.contamination.against)
+    return {uri: hub.source_digest(uri) if hub.is_dataset(uri) else memory.sha256(uri) for uri in named}
 
 
 def input_entries(sources: DataConfig, digests: dict[str, str]) -> dict[str, InputEntry]:

@@ -93,7 +93,7 @@ def check_block(
             # Rows of a table have no line of their own to show.
             raw = record.raw or orjson.dumps(record.value, default=repr)[:KEPT_BYTES]
             quarantined.append(Record(record.file, record.line, record.offset, raw, reason=rejection.reason))
-            if rejection.reason == "unknown_columns":
+            if rejection.reason == "unknown_columns" or rejection.reason.startswith(("missing_", "not_")):
                 columns.update(record.value.keys())
     line_numbers = np.array([record.line for record in records], dtype=np.int64)
     kept, origin, tallies = _transformed(block.file, kind, rows, line_numbers, section)

@@ -11,7 +11,7 @@ import base64
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -23,7 +23,7 @@ import orjson
 
 from dschat_core import storage
 from dschat_core.artifacts import Product
-from dschat_core.config import DATASETS, DataConfig, Dataset, DataSource, ValidationConfig
+from dschat_core.config import DATASETS, DataConfig, Dataset, DataSource, RowFormat, ValidationConfig
 from dschat_core.data.checking import (
     GATES,
     CheckedBlock,
@@ -191,6 +191,8 @@ def validate_files(
     section: ValidationConfig,
     kind: Dataset | None = None,
     *,
+    form: RowFormat = "auto",
+    columns: Mapping[str, str] | None = None,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """Check files as one data set, without keeping anything.
@@ -198,6 +200,7 @@ def validate_files(
     Args:
         files: paths or globs, local or `s3://`, or data sets as `DataSource` takes them.
         kind: the data set they are; None: found out from each file's first rows.
+        form, columns: how the rows are written, see `config.DataSource`.
 
     Returns:
         {kind, lines, blank, accepted, quarantined, reasons, columns, empty_files, gates, clusters, usable, quarantine,
@@ -215,12 +218,27 @@ def validate_files(
     for uri in unique_files(files):
         groups.setdefault(kind or _detect(uri, section), []).append((uri, "train"))
     index = prompt_index(_given_prompts(section), section.contamination.ngram)
-    found = {name: _validate_group(name, group, section, index, progress) for name, group in groups.items()}
+    found = {
+        name: _validate_group(
+            name,
+            group,
+            section,
+            index,
+            DataSource(train=tuple(files), format=form, columns=dict(columns or {})),
+            progress,
+        )
+        for name, group in groups.items()
+    }
     return next(iter(found.values())) if len(found) == 1 else _merged(found)
 
 
 def _validate_group(
-    name: Dataset, files: Files, section: ValidationConfig, index: NgramIndex, progress: Progress
+    name: Dataset,
+    files: Files,
+    section: ValidationConfig,
+    index: NgramIndex,
+    source: DataSource,
+    progress: Progress,
 ) -> dict[str, Any]:
     rejected: list[dict[str, Any]] = []
 
@@ -230,7 +248,6 @@ def _validate_group(
             rejected.append({**_place(record), "raw": raw})
 
     with tempfile.TemporaryDirectory(prefix="dschat-validate-") as folder:
-        source = DataSource(train=tuple(uri for uri, _ in files))
         spool, lines, tallies = _read(name, files, section, source, Path(folder), keep_some, progress)
         judged = _judge(name, spool, lines, tallies, section, index)
     usable = int(judged.keep.sum())
@@ -280,7 +297,11 @@ def _detect(uri: str, section: ValidationConfig) -> Dataset:
     """The kind of a file's first readable rows; `.txt` is text. An undecidable file counts as dialogues."""
     if uri.lower().removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
         return "text"
-    values = (r.value for r in read_records(uri, max_line_bytes=section.max_line_bytes) if r.value is not None)
+    values = (
+        r.value
+        for r in read_records(uri, max_line_bytes=section.max_line_bytes, max_file_bytes=section.max_file_bytes)
+        if r.value is not None
+    )
     return detect_kind(islice(values, DETECTION_RECORDS)) or "dialogues"
 
 
@@ -345,7 +366,9 @@ def _given_prompts(section: ValidationConfig) -> Iterator[str]:
             )
         for uri in matches:
             kind = _detect(uri, section)
-            for record in read_records(uri, max_line_bytes=section.max_line_bytes):
+            for record in read_records(
+                uri, max_line_bytes=section.max_line_bytes, max_file_bytes=section.max_file_bytes
+            ):
                 if record.value is not None:
                     try:
                         yield from checked_texts(kind, normalise(kind, record.value))

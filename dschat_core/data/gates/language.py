@@ -1,15 +1,16 @@
 """The language of a row, told from its script and, for Latin letters, from its commonest words and its own letters.
 
 No model: it can be explained, costs microseconds, and says `und` where a text is too short or too plain to tell ("lol").
-On the exchanges of `chatterbot-corpus` (`bench_gates.py`) what it decides is right 99 times in 100; py3langid, which
-always decides, is right as often and takes four times as long.
+On the exchanges of `chatterbot-corpus`, 26 languages (`bench_gates.py`), it is right for 0.98, at 80 k rows per
+CPU-second; py3langid 0.4 for 0.97 at 23 k. The words were completed with that corpus in sight, so on texts that
+nobody has seen the two are about as good as each other.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import resources
 
@@ -48,6 +49,8 @@ MAX_LETTER_VOTES = 2.0
 MIN_OTHER_WORDS = 4
 MIN_OTHER_SHARE = 0.05
 
+# For plain ASCII this is faster than an expression that finds words.
+_SPACED = str.maketrans('.,!?;:"()', " " * 9)
 _LETTER = re.compile(r"[^\W\d_]")
 _NOT_LATIN = re.compile(r"[^\W\d_\u0000-\u024f\u1e00-\u1eff]")
 _WORDS = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
@@ -71,19 +74,18 @@ def language_of(text: str) -> str:
     """An ISO 639-1 code; `other` for a language that is none of those known; `und` where the text does not tell."""
     text = text[:SAMPLE_CHARACTERS]
     if text.isascii():
-        return _most(_word_votes(word.strip('.,!?;:"()') for word in text.lower().split()))
+        return _most(_word_votes(text.lower().translate(_SPACED).split()))
     if found := _NOT_LATIN.findall(text):
         scripts = Counter(map(_script, found))
         letters = len(_LETTER.findall(text))
-        for code in (*MIN_SCRIPT_SHARE, *(scripts.keys() - MIN_SCRIPT_SHARE.keys())):
+        for code in (*MIN_SCRIPT_SHARE, *scripts):
             if code in scripts and scripts[code] >= MIN_SCRIPT_SHARE.get(code, DEFAULT_SCRIPT_SHARE) * letters:
                 return next((near for near, sign in RELATIVES.get(code, ()) if sign.search(text)), code)
     words = _WORDS.findall(text.lower().replace("’", "'"))
-    votes = _word_votes(iter(words))
-    letter_votes = Counter(_letter_languages().get(letter) for letter in text)
-    for code, count in letter_votes.items():
-        if code is not None:
-            votes[code] = votes.get(code, 0.0) + min(count, MAX_LETTER_VOTES)
+    votes = _word_votes(words)
+    of_letter = _letter_languages()
+    for code, count in Counter(of_letter[letter] for letter in text if letter in of_letter).items():
+        votes[code] = votes.get(code, 0.0) + min(count, MAX_LETTER_VOTES)
     if not votes and len(words) >= MIN_OTHER_WORDS:
         said = "".join(words)
         if sum(letter > "\x7f" for letter in said) >= MIN_OTHER_SHARE * len(said):
@@ -91,7 +93,7 @@ def language_of(text: str) -> str:
     return _most(votes)
 
 
-def _word_votes(words: Iterator[str]) -> dict[str, float]:
+def _word_votes(words: Iterable[str]) -> dict[str, float]:
     """A vote for each known word; a word of several languages is shared among them."""
     known = _languages_of_words()
     votes: dict[str, float] = {}
@@ -100,8 +102,10 @@ def _word_votes(words: Iterator[str]) -> dict[str, float]:
         if codes is None and "'" in word:
             # An article or pronoun written with the word that follows: l'eau, dell'arte.
             codes = known.get(word.partition("'")[0] + "'")
-        for code in codes or ():
-            votes[code] = votes.get(code, 0.0) + 1 / len(codes or ())
+        if codes:
+            share = 1 / len(codes)
+            for code in codes:
+                votes[code] = votes.get(code, 0.0) + share
     return votes
 
 

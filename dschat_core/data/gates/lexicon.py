@@ -116,9 +116,29 @@ _SPELLED = re.compile(r"(?<![a-z0-9'])[a-z](?:[ .*_-]{1,2}[a-z](?![a-z0-9'])){2,
 # Letters that stand alone in ordinary text; every word that may be spelled out has another one.
 _LONE_LETTERS = frozenset("aiurxdstmn")
 _LEET = str.maketrans("@430!15$7|", "aaeoiissti")
-_SUFFIXES = (("n't", " not"), ("'re", " are"), ("'m", " am"), ("'ll", " will"), ("'ve", " have"), ("'s", " is"), ("'d", " would"))
-_PUNCTUATION = {**dict.fromkeys(".!;:", "."), "?": "?", ",": ",", "(": ",", ")": ",", "-": " ", '"': '"', "/": ",", "~": "."}
-_HAN_GAP = re.compile(r"(?<=[\u3400-\u9fff])[^\S\n]+|[^\S\n]+(?=[\u3400-\u9fff])|(?<=[\u3400-\u9fff])[·.*_|/\\~-]+(?=[\u3400-\u9fff])")
+_SUFFIXES = (
+    ("n't", " not"),
+    ("'re", " are"),
+    ("'m", " am"),
+    ("'ll", " will"),
+    ("'ve", " have"),
+    ("'s", " is"),
+    ("'d", " would"),
+)
+_PUNCTUATION = {
+    **dict.fromkeys(".!;:", "."),
+    "?": "?",
+    ",": ",",
+    "(": ",",
+    ")": ",",
+    "-": " ",
+    '"': '"',
+    "/": ",",
+    "~": ".",
+}
+_HAN_GAP = re.compile(
+    r"(?<=[\u3400-\u9fff])[^\S\n]+|[^\S\n]+(?=[\u3400-\u9fff])|(?<=[\u3400-\u9fff])[·.*_|/\\~-]+(?=[\u3400-\u9fff])"
+)
 _HAN_PUNCTUATION = str.maketrans({**dict.fromkeys("!;:\n.~…、（）()", "。"), "、": ",", ";": ",", ":": ","})
 
 
@@ -216,7 +236,9 @@ def _undisguised(word: str) -> str | None:
     if set(decoded) - set("abcdefghijklmnopqrstuvwxyz*#_") or hidden < 1 or len(decoded) < 3:
         return None
     masked = re.compile(re.sub(r"[*#_]", "[a-z]", decoded))
-    return next((known for known in _vocabulary().masked if len(known) == len(decoded) and masked.fullmatch(known)), None)
+    return next(
+        (known for known in _vocabulary().masked if len(known) == len(decoded) and masked.fullmatch(known)), None
+    )
 
 
 def _word(word: str) -> str:
@@ -272,7 +294,9 @@ def read_table(name: str) -> list[tuple[str, str]]:
 @lru_cache(maxsize=1)
 def _characters() -> dict[int, str | None]:
     accented = {code: unicodedata.normalize("NFD", chr(code))[0] for code in range(0xC0, 0x180)}
-    invisible: dict[int, str | None] = dict.fromkeys([0xAD, 0x34F, *range(0x200B, 0x2010), *range(0x2060, 0x2065), 0xFEFF])
+    invisible: dict[int, str | None] = dict.fromkeys(
+        [0xAD, 0x34F, *range(0x200B, 0x2010), *range(0x2060, 0x2065), 0xFEFF]
+    )
     invisible |= dict.fromkeys([*range(0x300, 0x370), *range(0xFE00, 0xFE10)])
     return {**accented, **invisible, **{ord(written): read for written, read in read_table("lexicon_characters.tsv")}}
 
@@ -374,7 +398,9 @@ class PatternReader:
                 closing, *tokens = tokens or [""]
                 if closing != {"(": ")"}.get(token, closing) or closing not in (")", "]", "]*"):
                     raise ValueError(f"{token} is not closed")
-                expressions.append(inner.expression if token == "(" else f"(?:{inner.expression}){'*' if closing == ']*' else '?'}")
+                expressions.append(
+                    inner.expression if token == "(" else f"(?:{inner.expression}){'*' if closing == ']*' else '?'}"
+                )
                 triggers += [inner.triggers] if token == "(" else []
             else:
                 part = self._part(token)

@@ -109,7 +109,7 @@ _CALLED_PHONE_AFTER = re.compile(
 _CALLED_SSN = re.compile(r"(?:\bssn|social security(?: number)?|\bsocial)[\s:：#]*(?:\bis\b)?[\s:：]*$", re.IGNORECASE)
 # Numbers of things, and amounts.
 _CALLED_OTHERWISE = re.compile(
-    r"(?:\b(?:order|invoice|ticket|tracking|serial|isbn|version|part|item|product|model|commit|reference|ref|case|"
+    r"(?:\b(?<!to )(?:order|invoice|ticket|tracking|serial|isbn|version|part|item|product|model|commit|reference|ref|"
     r"user id|id|timestamp|uid)"
     r"(?: ?(?:number|no\b|num\b|code|id|#))?(?:['’]s)?[\s:：.#\"'-]*(?:\bis\b)?[\s:：#\"']*"
     r"|(?:订单|訂單|单号|單號|编号|編號|流水|序列|学号|學號|工号|人口|金额|销售额|大小|总计|共计|达到|[Qq]{2})[^\d\n<>]{0,6}"
@@ -129,10 +129,11 @@ def pii(block: Block, section: PiiGate) -> GateShard:
     """Rows with personal data; the reason is the first kind found, `stats` counts all of them."""
     findings: list[Finding] = []
     stats: Counter[str] = Counter()
-    for row, text in enumerate(block.joined):
-        if spans := find(text):
-            findings.append(Finding(row, spans[0][2], {"kinds": sorted({kind for _, _, kind in spans})}))
-            stats.update(kind for _, _, kind in spans)
+    for row, texts in enumerate(block.texts):
+        # Turn by turn, as `masked` does: what a number is called in one says nothing of the next.
+        if kinds := [kind for text in texts for _, _, kind in find(text)]:
+            findings.append(Finding(row, kinds[0], {"kinds": sorted(set(kinds))}))
+            stats.update(kinds)
     return GateShard(findings, stats)
 
 

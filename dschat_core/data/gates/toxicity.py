@@ -57,7 +57,7 @@ class Lexicon:
 
 
 _INVISIBLE = re.compile(r"[\u00ad\u034f\u200b-\u200f\u2060-\u2064\ufe0f\ufeff]")
-_WORDS = re.compile(r"[a-z']+")
+_WORDS = re.compile(r"[a-z]+(?:'[a-z]+)*")
 _HAN = re.compile(r"[\u3400-\u9fff]")
 # Signs of a disguise; a text without any is searched as it is written.
 _DISGUISED = re.compile(
@@ -71,19 +71,168 @@ _BETWEEN_HAN = re.compile(r"(?<=[\u3400-\u9fff])[ .·*_|/\\~-]+(?=[\u3400-\u9fff
 _SENTENCE = re.compile(r"[^.!?;]+")
 # Names that are nothing but abuse, and who they may be said of.
 _AIMED = frozenset(
-    "idiot idiots moron morons imbecile imbeciles retard retards dumbass dumbasses dumbfuck dipshit dipshits asshole assholes "
-    "arsehole bitch bitches cunt cunts whore whores slut sluts skank dickhead dickheads twat wanker scumbag scumbags "
-    "douchebag motherfucker motherfuckers fuckwit fuckface shithead shitheads cocksucker faggot faggots cretin halfwit nitwit "
-    "numbskull lowlife subhuman degenerate pathetic worthless braindead brainless".split()
+    [
+        "idiot",
+        "idiots",
+        "moron",
+        "morons",
+        "imbecile",
+        "imbeciles",
+        "retard",
+        "retards",
+        "dumbass",
+        "dumbasses",
+        "dumbfuck",
+        "dipshit",
+        "dipshits",
+        "asshole",
+        "assholes",
+        "arsehole",
+        "bitch",
+        "bitches",
+        "cunt",
+        "cunts",
+        "whore",
+        "whores",
+        "slut",
+        "sluts",
+        "skank",
+        "dickhead",
+        "dickheads",
+        "twat",
+        "wanker",
+        "scumbag",
+        "scumbags",
+        "douchebag",
+        "motherfucker",
+        "motherfuckers",
+        "fuckwit",
+        "fuckface",
+        "shithead",
+        "shitheads",
+        "cocksucker",
+        "faggot",
+        "faggots",
+        "cretin",
+        "halfwit",
+        "nitwit",
+        "numbskull",
+        "lowlife",
+        "subhuman",
+        "degenerate",
+        "pathetic",
+        "worthless",
+        "braindead",
+        "brainless",
+    ]
 )
-_SECOND = frozenset("you your yours u ur youre you're you'll you've yall y'all ya yourself urself".split())
+_SECOND = frozenset(
+    [
+        "you",
+        "your",
+        "yours",
+        "u",
+        "ur",
+        "youre",
+        "you're",
+        "you'll",
+        "you've",
+        "yall",
+        "y'all",
+        "ya",
+        "yourself",
+        "urself",
+    ]
+)
 _OTHERS = frozenset(
-    "i i'm im i'd i'll i've me my myself he he's him his she she's her it it's its they they're them their we we're us our this "
-    "that that's these those who who's someone everyone people guy girl man woman what is was are were like feel feeling some "
-    "a bunch being when if the and because any every other another".split()
+    [
+        "i",
+        "i'm",
+        "im",
+        "i'd",
+        "i'll",
+        "i've",
+        "me",
+        "my",
+        "myself",
+        "he",
+        "he's",
+        "him",
+        "his",
+        "she",
+        "she's",
+        "her",
+        "it",
+        "it's",
+        "its",
+        "they",
+        "they're",
+        "them",
+        "their",
+        "we",
+        "we're",
+        "us",
+        "our",
+        "this",
+        "that",
+        "that's",
+        "these",
+        "those",
+        "who",
+        "who's",
+        "someone",
+        "everyone",
+        "people",
+        "guy",
+        "girl",
+        "man",
+        "woman",
+        "what",
+        "is",
+        "was",
+        "are",
+        "were",
+        "like",
+        "feel",
+        "feeling",
+        "some",
+        "a",
+        "bunch",
+        "being",
+        "when",
+        "if",
+        "the",
+        "and",
+        "because",
+        "any",
+        "every",
+        "other",
+        "another",
+    ]
 ) - {"a", "the", "are", "bunch"}
 _NOT = frozenset(
-    "not never no isn't aren't don't ain't n't than can cannot can't how why know think see saw with about".split()
+    [
+        "not",
+        "never",
+        "no",
+        "isn't",
+        "aren't",
+        "don't",
+        "ain't",
+        "n't",
+        "than",
+        "can",
+        "cannot",
+        "can't",
+        "how",
+        "why",
+        "know",
+        "think",
+        "see",
+        "saw",
+        "with",
+        "about",
+    ]
 )
 # What may hide behind stars, most likely first.
 _MASKABLE = (
@@ -147,7 +296,7 @@ def _first_hit(text: str) -> Hit | None:
     english, chinese = _lexicon("lexicon_en.tsv"), _lexicon("lexicon_zh.tsv")
     is_ascii = text.isascii()
     folded = text.lower() if is_ascii else _INVISIBLE.sub("", unicodedata.normalize("NFKC", text)).casefold()
-    folded = folded.replace("’", "'").replace("\n", " ")
+    folded = " ".join(folded.replace("’", "'").split())
     for view in _views(folded):
         words = _WORDS.findall(view)
         if not _AIMED.isdisjoint(words) and (hit := _aimed_hit(view)):
@@ -245,9 +394,9 @@ def _lexicon(name: str) -> Lexicon:
     for line in resources.files(__package__).joinpath(name).read_text(encoding="utf-8").splitlines():
         if line.startswith("#") or not line:
             continue
-        label, source, *listed = line.split("\t")
         for known, expansion in defined.items():
-            source = source.replace(f"{{{known}}}", expansion)
+            line = line.replace(f"{{{known}}}", expansion)
+        label, source, *listed = line.split("\t")
         if label.startswith("@"):
             defined[label[1:]] = source
             continue

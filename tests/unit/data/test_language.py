@@ -36,7 +36,7 @@ from dschat_core.data.gates.language import language, language_of
         ("आप कैसे हैं?", "hi"),
         ("तुम्ही कसे आहात?", "mr"),
         ("நீங்கள் எப்படி இருக்கிறீர்கள்?", "ta"),
-        ("Ọmọ náà ń kọ́ ẹ̀kọ́ rẹ̀ dáadáa púpọ̀", "other"),
+        ("Ég veit ekki hvað þetta þýðir eiginlega", "other"),
         ("Hi! I met Dvořák and Nuñez; they were nice.", "en"),
         ("I said: STRASSE IS GERMAN, AND SO IS “Schluss”", "en"),
         ("这个品牌叫“无印の良品”吗？我想去看看", "zh"),

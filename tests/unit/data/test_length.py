@@ -28,7 +28,7 @@ def test_length_is_estimated_from_bytes() -> None:
 
 def test_rows_over_the_limit_are_flagged_and_all_are_counted_by_powers_of_two() -> None:
     tokens = np.array([1, 2, 3, 64, 65, 2048, 2049])
-    rows = [{"messages": []}] * 7
+    rows: list[Row] = [{"messages": []}] * 7
     found = length(Block("dialogues", rows), LengthGate(max_tokens=2048), tokens)
     assert [(finding.row, finding.reason, finding.detail) for finding in found.findings] == [
         (6, "too_long", {"tokens": 2049})

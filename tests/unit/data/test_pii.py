@@ -43,6 +43,7 @@ FOUND = [
     ("电话：021 6234 5678", "phone"),
     ("4155552671 is my phone number", "phone"),
     ("he said 415-555-2671", "phone"),
+    ("to order: 415-555-2671", "phone"),
     ("phone=13812345678", "phone"),
     ("１３８１２３４５６７８", "phone"),
     ("银行卡号 6222 0212 3456 7890 128", "card"),
@@ -116,6 +117,19 @@ def test_masked_text_has_nothing_left_to_mask(text: str) -> None:
     once = mask_text(text)
     assert find(once) == []
     assert mask_text(once) == once
+
+
+@given(
+    st.lists(
+        st.sampled_from([text for text, _ in FOUND] + CLEAN + ["phone: ", "order ", "号码"]), min_size=1, max_size=4
+    )
+)
+def test_what_is_flagged_is_what_masking_changes(turns: list[str]) -> None:
+    row = {"messages": [{"role": "user", "content": turn} for turn in turns]}
+    hidden = masked("prompts", row)
+    assert [finding.row for finding in pii(Block("prompts", [row, hidden]), PiiGate()).findings] == [0] * (
+        hidden != row
+    )
 
 
 @given(st.text(st.sampled_from("0123456789 -+().@aA-Z_身份证:"), max_size=80))
