@@ -198,13 +198,15 @@ def _tally(shard: GateShard, block: Block, file: str, line_numbers: np.ndarray) 
 
 
 def example(file: str, line: int, finding: Finding, text: str) -> dict[str, Any]:
-    """A finding as the report shows it; personal data in the excerpt is masked."""
-    return {"file": file, "line": line, "reason": finding.reason, **finding.detail, "excerpt": excerpt(text)}
+    """A finding as the report shows it, personal data masked."""
+    detail = {key: pii.mask_text(value) if isinstance(value, str) else value for key, value in finding.detail.items()}
+    return {"file": file, "line": line, "reason": finding.reason, **detail, "excerpt": excerpt(text)}
 
 
 def excerpt(text: str) -> str:
     """The beginning of a text, personal data masked."""
-    return pii.mask_text(text[: 4 * EXCERPT_CHARACTERS])[:EXCERPT_CHARACTERS]
+    # Far more than is shown, so that no number cut in two is left unmasked in it.
+    return pii.mask_text(text[: 32 * EXCERPT_CHARACTERS])[:EXCERPT_CHARACTERS]
 
 
 def check_contamination(

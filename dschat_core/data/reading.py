@@ -175,6 +175,7 @@ def _line_blocks(
                 data = rest + chunk
                 if offset == 0 and line == 1:
                     _refuse_other_encodings(uri, data)
+                    _refuse_one_array(uri, data)
                 end = data.rfind(b"\n") + 1 if chunk else len(data)
                 if end:
                     yield LineBlock(uri, form, line, offset, data[:end], max_line_bytes)
@@ -216,6 +217,18 @@ def _too_large(uri: str, line: int, max_file_bytes: int) -> ConfigError:
         why="a small file that unpacks to a huge one, or a limit that is too low",
         fix="raise validation.max_file_bytes if the file is what you expect",
     )
+
+
+def _refuse_one_array(uri: str, data: bytes) -> None:
+    """A `.json` file that is one array would be thousands of bad lines; what it needs can be said once."""
+    name = uri.lower().removesuffix(".gz").removesuffix(".zst")
+    if name.endswith(".json") and data.removeprefix(UTF8_BOM).lstrip().startswith(b"["):
+        raise ConfigError(
+            f"{uri} is one JSON array, not one object a line",
+            where=f"{uri}:1",
+            why="a file of that form has to be held in memory whole",
+            fix=f"jq -c '.[]' {uri} > rows.jsonl, and name that file instead",
+        )
 
 
 def _refuse_other_encodings(uri: str, data: bytes) -> None:

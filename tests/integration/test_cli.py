@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.conftest import TinyRun
 
 
 @pytest.fixture
@@ -98,3 +99,102 @@ def test_a_prefect_server_that_does_not_answer_is_named(tmp_path: Path, home: Pa
     api = "http://127.0.0.1:9/api"
     done = tiny.dschat("run", str(config), home=home, check=20, PREFECT_API_URL=api)
     assert f"{api} does not answer" in done.stderr
+
+
+def test_validate_maps_columns_and_changes_gates_once(tmp_path: Path, home: Path) -> None:
+    rows = [
+        {"ask": f"question {i} about {tiny.WORDS[i]}", "reply": f"answer {i * 7} on {tiny.WORDS[-i]}"}
+        for i in range(20)
+    ]
+    path = tiny.write_jsonl(tmp_path / "mapped.jsonl", [*rows, {"ask": "mail a@example.org", "reply": "done"}])
+    refused = json.loads(tiny.dschat("validate", path, "--kind", "dialogues", "--json", home=home, check=30).stdout)
+    assert "columns found: ask, reply" in refused["why"][0]
+    mapped = ("validate", path, "--kind", "dialogues", "--column", "input=ask", "--column", "output=reply", "--json")
+    shown = json.loads(tiny.dschat(*mapped, home=home).stdout)
+    assert (shown["accepted"], shown["gates"]["pii"]["stats"]) == (21, {"email": 1})
+    strict = ("--set", "pii.action=fail", "--set", "pii.threshold=0.01")
+    failed = json.loads(tiny.dschat(*mapped, *strict, home=home, check=30).stdout)
+    assert failed["gates"]["pii"]["verdict"] == "failed"
+    done = tiny.dschat("validate", path, "--set", "pii.akshun=fail", home=home, check=20)
+    assert "akshun" in done.stderr
+
+
+def test_inspect_shows_rows_of_every_kind(tiny_run: TinyRun) -> None:
+    for what in ("sft", "preferences", "ppo", "text", "dialogues"):
+        done = tiny.dschat("inspect", what, str(tiny_run.folder), "--row", "1", "--json", home=tiny_run.home)
+        shown = json.loads(done.stdout)
+        assert len(shown["rows"]) == (2 if what == "preferences" else 1)
+        assert all(row["num_tokens"] == sum(len(token["ids"]) for token in row["tokens"]) for row in shown["rows"])
+        assert (shown["rows"][0]["num_trained"] > 0) == (what != "ppo")
+    plain = tiny.dschat("inspect", "sft", str(tiny_run.folder), "--heldout", home=tiny_run.home).stdout
+    assert "<|im_start|>user" in plain
+    assert "⟦" in plain
+    packed = tiny.dschat("inspect", "text", str(tiny_run.folder), "--packed", "--json", home=tiny_run.home)
+    assert json.loads(packed.stdout)["rows"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("sft", "--row", "100000"), "its rows are 0 …"),
+        (("nothing",), "one of sft, preferences, ppo, text"),
+        (("preferences", "--packed"), "is not packed"),
+    ],
+)
+def test_what_cannot_be_inspected_is_named(tiny_run: TinyRun, arguments: tuple[str, ...], named: str) -> None:
+    what, *rest = arguments
+    assert named in tiny.dschat("inspect", what, str(tiny_run.folder), *rest, home=tiny_run.home, check=20).stderr
+
+
+def test_a_saved_data_set_is_an_input_like_any_other(tmp_path: Path, home: Path) -> None:
+    import datasets
+
+    rows = [
+        {"text": f"line {i} about {tiny.WORDS[i % 20]}: {i * 7919 % 1009} and {i * 104729 % 997}"} for i in range(60)
+    ]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    tree = {
+        "name": "saved",
+        "store": str(tmp_path / "store"),
+        "runs": str(tmp_path / "runs"),
+        "data": {"text": {"train": [str(tmp_path / "saved")]}},
+        "tokenization": {"vocab_size": 300},
+        **dict.fromkeys(("pretraining", "sft", "reward", "ppo", "evaluation", "publishing")),
+    }
+    config = tiny.write_config(tmp_path, tree)
+    shown = json.loads(tiny.dschat("run", str(config), "--until", "tokenization", "--json", home=home).stdout)
+    assert [stage["state"] for stage in shown["stages"][:2]] == ["done", "done"]
+    datasets.Dataset.from_list(rows[:50]).save_to_disk(str(tmp_path / "saved"))
+    done = tiny.dschat("resume", "saved", "--runs", str(tmp_path / "runs"), home=home, check=22)
+    assert "saved was edited" in done.stderr
+
+
+def test_a_damaged_shard_is_taken_back_and_made_again_alone(tmp_path: Path, home: Path) -> None:
+    rows = [
+        {"text": f"line {i} about {tiny.WORDS[i % 30]} {i * 7919 % 1009} and {i * 104729 % 997}"} for i in range(3000)
+    ]
+    path = tiny.write_jsonl(tmp_path / "t.jsonl", rows)
+    tree = {
+        "name": "r",
+        "store": str(tmp_path / "store"),
+        "runs": str(tmp_path / "runs"),
+        "data": {"text": {"train": [path]}},
+        "tokenization": {"vocab_size": 300, "shard_bytes": 20_000},
+        **dict.fromkeys(("pretraining", "sft", "reward", "ppo", "evaluation", "publishing")),
+    }
+    config = tiny.write_config(tmp_path, tree)
+    run = ("run", str(config), "--until", "tokenization")
+    shown = json.loads(tiny.dschat(*run, "--json", home=home).stdout)
+    folder = Path(shown["stages"][1]["uri"])
+    before = {p.name: p.read_bytes() for p in (folder / "text").iterdir()}
+    shard = folder / "text" / "shard-00002.bin"
+    data = bytearray(shard.read_bytes())
+    data[7] ^= 1
+    shard.write_bytes(data)
+    assert "shard-00002.bin" in tiny.dschat("verify", str(folder), home=home, check=22).stderr
+    assert "taken back" in tiny.dschat("verify", str(folder), "--repair", home=home).stdout
+    again = tiny.dschat(*run, home=home).stdout
+    assert again.count(" made, ") == 1
+    assert "text: shard 2 made" in again
+    assert {p.name: p.read_bytes() for p in (folder / "text").iterdir()} == before
+    tiny.dschat("verify", str(folder), home=home)

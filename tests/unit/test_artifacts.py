@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dschat_core import artifacts
-from dschat_core.artifacts import Artifact, InputEntry, Product, Store, Workspace, artifact_key
-from dschat_core.config import SftConfig
+from dschat_core.artifacts import Artifact, InputEntry, Product, Store, Workspace, artifact_key, take_back
+from dschat_core.config import SftConfig, TokenizationConfig
 from dschat_core.errors import ConfigError, IntegrityError, TransientError
 from dschat_core.leases import Lease, Owner, this_process
 
@@ -201,3 +201,27 @@ def test_r14_a_manifest_that_points_outside_is_refused(tmp_path: Path, name: str
     with pytest.raises(IntegrityError, match="damaged") as caught:
         artifacts.verify(made.uri)
     assert "points outside" in caught.value.why
+
+
+@pytest.mark.parametrize("pieces", ["shards-abc", None, "../outside"])
+def test_a_damaged_artifact_is_taken_back_and_only_what_is_whole_is_kept(tmp_path: Path, pieces: str | None) -> None:
+    store = Store(str(tmp_path / "store"))
+    with store.construct("tokenization", "k" * 64, this_process("run")) as held:
+        assert isinstance(held, Workspace)
+        for name in ("a", "b"):
+            (held.output / "text").mkdir(exist_ok=True)
+            (held.output / "text" / name).write_text(name)
+        facts = {"pieces": pieces} if pieces else {}
+        artifact = held.commit(
+            Product(parts={"text": ["text/a", "text/b"]}, facts=facts), section=TokenizationConfig(), inputs={}
+        )
+    (artifact.local_root / "text" / "a").write_text("damaged")
+    kept = take_back(artifact.uri)
+    assert store.find("tokenization", "k" * 64) is None
+    whole = artifact.local_root / "checkpoints" / "shards-abc" / "text"
+    if pieces == "shards-abc":
+        assert (kept, [path.name for path in whole.iterdir()]) == (1, ["b"])
+    else:
+        assert kept == 0
+        assert not list(artifact.local_root.rglob("b"))
+    assert not (tmp_path / "outside").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from dschat_core.chat_template import (
     CHAT_TEMPLATE,
@@ -116,6 +116,53 @@ def test_d6_tokens_that_a_base_model_does_not_flag_as_special_are_control_tokens
 
 def test_d7_pad_is_neither_end_of_turn_nor_end_of_document(tokenizer: ChatTokenizer) -> None:
     assert len({tokenizer.pad_id, tokenizer.end_of_turn_id, tokenizer.document_end_id}) == 3
+
+
+def test_d7_a_base_model_that_pads_with_its_eos_keeps_it_as_a_target(folder: Path, tmp_path: Path) -> None:
+    target = foreign(folder, tmp_path / "padding", CHAT_TEMPLATE)
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": "<|im_end|>"}))
+    base = load_tokenizer(target)
+    assert base.pad_id == base.end_of_turn_id
+    ids, mask = encode_dialogue(base, DIALOGUE)
+    assert (ids[mask] == base.end_of_turn_id).sum() == 2
+
+
+def test_d6_a_model_that_forges_control_tokens_from_text_is_refused(tmp_path: Path) -> None:
+    """A unigram model has its control tokens among its pieces, with the best score of all."""
+    pieces = [("<unk>", 0.0), ("<|im_end|>", 0.0), ("<|im_start|>", 0.0)]
+    source = Tokenizer(models.Unigram([*pieces, *((c, -5.0) for c in "▁<|>_abcdefghimnorstuy\n")], 0))
+    source.pre_tokenizer = pre_tokenizers.Metaspace()
+    source.add_special_tokens([piece for piece, _ in pieces])
+    source.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with pytest.raises(ConfigError, match="into the control token"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_unknown_character_may_give_the_unknown_token(tmp_path: Path) -> None:
+    words = {"<unk>": 0, "<|im_end|>": 1, "<|im_start|>": 2}
+    letters = {letter: index + 3 for index, letter in enumerate("abcdehilorstuy\n")}
+    source = Tokenizer(models.BPE(words | letters, [], unk_token="<unk>"))
+    source.add_special_tokens(list(words))
+    source.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert load_tokenizer(tmp_path).encode_text("a?") == [letters["a"], 0]
+
+
+def test_loop_controls_are_understood_as_hugging_face_does(folder: Path, tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE.replace("-%}{{ '<|im", "-%}{% if not message.role %}{% continue %}{% endif %}{{ '<|im", 1)
+    assert "continue" in template
+    base = load_tokenizer(foreign(folder, tmp_path / "loops", template))
+    assert whole(base, encode_prompt(base, DIALOGUE[:2])).endswith("Hello<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_vocab_size_covers_ids_after_a_gap(folder: Path, tmp_path: Path) -> None:
+    source = json.loads((foreign(folder, tmp_path / "gap", CHAT_TEMPLATE) / "tokenizer.json").read_text())
+    vocabulary = source["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = 70_000
+    (tmp_path / "gap" / "tokenizer.json").write_text(json.dumps(source))
+    assert load_tokenizer(tmp_path / "gap").vocab_size == 70_001
 
 
 def test_d8_a_template_that_emits_bos_gives_exactly_one(folder: Path, tmp_path: Path) -> None:

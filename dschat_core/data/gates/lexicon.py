@@ -10,7 +10,7 @@ words     list name, entry
 patterns  reason code, pattern; the codes `-before`, `-after` and `-near` are contexts that excuse a hit
 spelling  what is written, what it is read as (`lexicon_characters.tsv`: the same for single characters)
 
-Patterns and entries share one notation: `(a|b)` one of them, `[a|b]` perhaps one of them, `[a|b]*` any number of them,
+Patterns and entries share one notation: `(a|b)` one of them, `[a|b]` perhaps one of them, `[a|b]*` any number of them, `[a|b]+` at least one,
 `{name}` one of a list, `~3` up to three words (of Chinese: characters) of any kind, `<` and `>` the start and the end of a
 clause, `"` a quotation mark.
 
@@ -32,7 +32,9 @@ from dschat_core.data.gates.detectors import Hit
 
 Language = Literal["en", "zh"]
 
-_NOTATION = re.compile(r"[()\[\]|<>]|\{\w+\}|\]?\*|~\d+|[^\s()\[\]|<>{}*~]+")
+_NOTATION = re.compile(r"\][*+]|[()\[\]|<>]|\{\w+\}|~\d+|[^\s()\[\]|<>{}~]+")
+# Bounded, so that no text can make a search long.
+_REPEATS = {")": "", "]": "?", "]*": "{0,6}", "]+": "{1,6}"}
 _ANY_OTHER = {"en": r"(?:[a-z0-9']+ ){{0,{}}}", "zh": r"[^。,?\"]{{0,{}}}?"}
 _BORDER = r'[。.?,"]'
 # How far around a hit the contexts that excuse it are looked for, in characters.
@@ -73,11 +75,11 @@ class Lexicon:
 
     def _is_excused(self, text: str, match: re.Match[str]) -> bool:
         start, end = match.span()
-        before, after = text[max(0, start - _BEFORE[self.language]) : start], text[end : end + 40]
+        near = _NEAR[self.language]
         return bool(
-            self.before.search(before)
-            or self.after.match(after)
-            or self.near.search(text[max(0, start - _NEAR[self.language]) : end + _NEAR[self.language]])
+            self.before.search(text, max(0, start - _BEFORE[self.language]), start)
+            or self.after.match(text, end)
+            or self.near.search(text, max(0, start - near), end + near)
             or _is_quoted(text, start, end)
         )
 
@@ -391,17 +393,15 @@ class PatternReader:
 
     def _sequence(self, tokens: Sequence[str]) -> tuple[Pattern, Sequence[str]]:
         expressions, triggers = [], []
-        while tokens and tokens[0] not in ("|", ")", "]", "]*"):
+        while tokens and tokens[0] not in ("|", *_REPEATS):
             token, *tokens = tokens
             if token in ("(", "["):
                 inner, tokens = self._alternatives(tokens)
                 closing, *tokens = tokens or [""]
-                if closing != {"(": ")"}.get(token, closing) or closing not in (")", "]", "]*"):
+                if closing not in _REPEATS or (token == "(") != (closing == ")"):
                     raise ValueError(f"{token} is not closed")
-                expressions.append(
-                    inner.expression if token == "(" else f"(?:{inner.expression}){'*' if closing == ']*' else '?'}"
-                )
-                triggers += [inner.triggers] if token == "(" else []
+                expressions.append(f"(?:{inner.expression}){_REPEATS[closing]}")
+                triggers += [inner.triggers] if closing in (")", "]+") else []
             else:
                 part = self._part(token)
                 expressions.append(part.expression)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from dschat_core.chat_template import (
     CHAT_TEMPLATE,
@@ -158,6 +159,18 @@ def test_a_difference_of_one_id_is_seen_and_named(tokenizer: ChatTokenizer, monk
     assert fast_problem(tokenizer, TEXTS) == f"other ids for {TEXTS[-1]!r}"
 
 
+def test_added_tokens_are_in_the_sample(tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that leaves a control token whole in a user's text is not used."""
+    encode = Encoder.encode
+
+    def forging(self: Encoder, texts: Any) -> tuple[np.ndarray, np.ndarray]:
+        return encode(self, [text.replace("<|im_start|>", "") for text in texts])
+
+    monkeypatch.setattr(encoding, "HARD_TEXTS", ())
+    monkeypatch.setattr(Encoder, "encode", forging)
+    assert fast_problem(tokenizer, []) == "other ids for '<|im_start|>'"
+
+
 def test_a_library_that_cannot_load_the_tokenizer_is_a_reason(
     tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +202,18 @@ def test_a_library_that_cannot_load_the_tokenizer_is_a_reason(
             True,
         ),
         ("{% for m in messages %}{{ m | tojson }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content | trim | upper }}{% endfor %}", True),
+        ("{% for m in messages %}{{ (m.role + m.content) | replace('a', 'b') }}{% endfor %}", True),
+        ("{% for m in messages %}{{ (m.content or '') | upper }}{% endfor %}", True),
+        ("{% for m in messages %}{{ (m.content if m.role else '')[:5] }}{% endfor %}", True),
+        ("{% for m in messages %}{{ ('' ~ m.content).replace('a', 'b') }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content.strip().upper() }}{% endfor %}", True),
+        ("{% for m in messages %}{% if 'x' in (m.role ~ m.content) %}y{% endif %}{{ m.content }}{% endfor %}", True),
+        ("{% for m in messages %}{% filter upper %}{{ m.content }}{% endfilter %}{% endfor %}", True),
+        ("{% for m in messages %}{% autoescape true %}{{ m.content }}{% endautoescape %}{% endfor %}", True),
+        ("{% macro a() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}{{ a() | upper }}", True),
+        ("{% for m in messages %}{% set c = '<s>' + m.content | trim + '</s>' %}{{ c }}{% endfor %}", False),
+        ("{% for m in messages %}{% if m.role == 'user' and m.content %}{{ m.content }}{% endif %}{% endfor %}", False),
         ("{% for m in messages %}{% for k, v in m.items() %}{{ v }}{% endfor %}{% endfor %}", True),
     ],
 )
@@ -206,6 +231,59 @@ def test_a_template_that_rewrites_one_row_in_a_thousand_is_refused(tmp_path: Pat
     rows[900]["messages"][1]["content"] = "a secret"
     with pytest.raises(ConfigError, match="rewrites a message's content"):
         encode_rows("dialogues", encoder, rows, 100, "truncate")
+
+
+def test_what_is_left_of_a_long_row_is_checked_too(tmp_path: Path) -> None:
+    """A template that looks at the first message sees another one once the oldest turns are gone."""
+    sly = "{% if 'magic' in messages[0].content %}{{ 'abracadabra' }}{% endif %}" + CHAT_TEMPLATE
+    tokenizer = make_tokenizer(tmp_path, sly)
+    assert not tokenizer.is_plain_template
+    texts = ("x" * 80, "yes", "magic?", "no")
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=True)]
+    encoder = Encoder(tokenizer, fast=True)
+    pair = {"messages": messages[:3], "chosen": "yes", "rejected": "no"}
+    for kind, row in (("dialogues", {"messages": messages}), ("preferences", pair), ("prompts", {"messages": messages[:3]})):  # fmt: skip
+        encode_rows(kind, encoder, [row], 1000, "truncate")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="rewrites a message's content"):
+            encode_rows(kind, encoder, [row], 60, "truncate")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", ["{% if loop.last or m.role == 'user' %}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}",
+                                 "{% if not (loop.last and loop.index > 2) %}{{ '<|im_end|>\n' }}{% endif %}"])  # fmt: skip
+def test_a_template_that_leaves_a_reply_open_is_refused_where_it_does(tmp_path: Path, end: str) -> None:
+    start = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    generation = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    encoder = Encoder(make_tokenizer(tmp_path, start + end + generation), fast=True)
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    assert encode_rows("dialogues", encoder, [{"messages": turns}], 100, "truncate").offsets.size == 2
+    with pytest.raises(ConfigError, match="does not end every reply with"):
+        encode_rows("dialogues", encoder, [{"messages": turns * 2}], 100, "truncate")
+    with pytest.raises(ConfigError, match="does not end every reply with"):
+        encode_dialogue(encoder.tokenizer, turns * 2)
+
+
+def test_no_rows_and_no_row_left_are_empty_batches(tokenizer: ChatTokenizer) -> None:
+    encoder = Encoder(tokenizer, fast=True)
+    for kind in ("text", "dialogues", "preferences", "prompts"):
+        assert encode_rows(kind, encoder, [], 64, "truncate").offsets.tolist() == [0]  # type: ignore[arg-type]
+    row = {"messages": [{"role": "user", "content": "hi"}]}
+    found = encode_rows("prompts", encoder, [row] * 3, 2, "truncate")
+    assert (found.offsets.tolist(), found.meta, found.dropped) == ([0], [], {"prompt_too_long": 3})
+
+
+def test_added_tokens_of_spaces_are_text_for_both_libraries(tmp_path: Path) -> None:
+    """As GPT-NeoX and Gemma have them: runs of spaces and newlines, not flagged as special."""
+    source = train_tokenizer(TEXTS * 20, vocab_size=330)
+    source.add_tokens([AddedToken(text, normalized=False) for text in ("    ", "\n\n", "<think>")])
+    save_tokenizer(source, tmp_path, max_length=64)
+    tokenizer = load_tokenizer(tmp_path)
+    spaces, newlines, think = (source.token_to_id(text) for text in ("    ", "\n\n", "<think>"))
+    text = "    if x:\n\n    <think>"
+    ids = tokenizer.encode_text(text)
+    assert (ids[0], ids.count(newlines), think in ids) == (spaces, 1, False)
+    assert tokenizer.decode(ids) == text
+    assert Encoder(tokenizer, fast=True).encode([text])[0].tolist() == ids
+    assert fast_problem(tokenizer, [text]) is None
 
 
 def test_another_template_is_laid_out_as_it_renders(tmp_path: Path) -> None:

@@ -394,3 +394,13 @@ def test_missing_files_are_named_with_their_key(tmp_path: Path) -> None:
     assert missing_files(sources) == [f"data.prompts.train: {gone}", f"data.prompts.heldout: {tmp_path}/*.nothing"]
     with pytest.raises(ConfigError, match=r"gone\.jsonl"):
         input_files(sources)
+
+
+def test_a_json_file_that_is_one_array_says_how_to_turn_it_into_lines(tmp_path: Path) -> None:
+    path = tmp_path / "alpaca.json"
+    path.write_bytes(b'[\n  {"instruction": "a", "output": "b"}\n]\n')
+    with pytest.raises(ConfigError, match="one JSON array") as caught:
+        list(read_records(str(path), max_line_bytes=1000))
+    assert "jq -c" in caught.value.fix
+    (tmp_path / "lines.json").write_bytes(b'{"text": "a"}\n[1]\n')
+    assert [r.reason for r in read_records(str(tmp_path / "lines.json"), max_line_bytes=1000)] == [None, "json_array"]
