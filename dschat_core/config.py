@@ -209,7 +209,7 @@ class TokenizationConfig(Section):
         None, "take tokenizer and template from this Hugging Face folder instead of training"
     )
     vocab_size: int = described(32_000, "entries of a trained tokenizer, special tokens included", ge=300)
-    max_length: int = described(2048, "tokens per row; plain text is split there", gt=0)
+    max_length: int = described(2048, "tokens per row; plain text is split there", ge=2)
     long_rows: Literal["truncate", "split", "drop"] = described(
         "truncate", "dialogues over max_length: lose their oldest turns, become several rows of whole turns, or go"
     )

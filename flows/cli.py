@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from rich.table import Table
 
 from dschat_core.config import STAGES, RunConfig, Stage, load_config
 from dschat_core.errors import ConfigError, DschatError, ExitCode, IntegrityError
+
+if TYPE_CHECKING:
+    from dschat_core.data.inspecting import Piece
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -190,94 +193,168 @@ def report(name: RunName, runs: Runs = "runs", as_json: Json = False) -> None:
         _print_json({"run": folder.name, "report": path}) if as_json else print(path)
 
 
+INSPECTED = {"sft": "dialogues", "reward": "preferences", "ppo": "prompts", "pretraining": "text"}
+
+
 @app.command()
 def inspect(
     what: Annotated[str, typer.Argument(help="sft, preferences, ppo or text.", metavar="STAGE")],
     name: RunName,
-    row: Annotated[int, typer.Option(min=0, help="Which row, from 0.")] = 0,
+    row: Annotated[int, typer.Option(min=0, help="Which row, from 0; of preferences: which pair.")] = 0,
     heldout: Annotated[bool, typer.Option("--heldout", help="A row of the held-out part.")] = False,
     packed: Annotated[
-        bool, typer.Option("--packed", help="--row is a row of training, which may hold several samples.")
+        bool,
+        typer.Option(
+            "--packed", help="--row counts the rows that training reads, in its order, several samples in each."
+        ),
     ] = False,
     runs: Runs = "runs",
     as_json: Json = False,
 ) -> None:
     """Show a row as the model is given it: control tokens, and which tokens are trained.
 
-    On a terminal trained text is green and control tokens are reversed; elsewhere trained text stands between ⟦ and ⟧.
+    On a terminal trained text is green and control tokens are reversed. Elsewhere trained text stands between ⟦ and ⟧,
+    and a trained control token has a ✓ behind it. ↵ is a newline of the row.
     """
     with _errors(as_json):
         from dschat_core.chat_template import load_tokenizer
-        from dschat_core.data.inspecting import as_record, inspect_row
         from dschat_core.data.shards import ShardReader
         from dschat_core.runs import artifacts_of, find_run, saved_config
 
-        kinds = {"sft": "dialogues", "reward": "preferences", "ppo": "prompts", "pretraining": "text"}
-        kind = kinds.get(what, what)
-        if kind not in kinds.values():
+        kind = INSPECTED.get(what, what)
+        if kind not in INSPECTED.values():
             raise ConfigError(f"{what!r} is nothing to inspect", fix="one of sft, preferences, ppo, text")
         folder = find_run(name, runs)
-        if (shards := artifacts_of(folder).get("tokenization")) is None:
+        config = saved_config(folder)
+        if (artifact := artifacts_of(folder).get("tokenization")) is None:
             raise ConfigError(
-                f"{folder} has no finished tokenization", fix=f"dschat run {folder}/config.yaml --until tokenization"
+                f"{folder} has no finished tokenization",
+                fix=f"dschat run {folder / 'config.yaml'} --until tokenization",
             )
-        reader = ShardReader(shards.part(f"{kind}_heldout" if heldout else kind).folder())
-        tokenizer = load_tokenizer(shards.part("tokenizer").folder())
-        samples = _packed_samples(reader, saved_config(folder), kind, row) if packed else [row]
-        if kind == "preferences" and not packed:
-            samples = [2 * row, 2 * row + 1]
-        if not samples or samples[-1] >= len(reader):
-            last = (len(reader) // 2 if kind == "preferences" else len(reader)) - 1
-            raise ConfigError(f"{kind} has no row {row}", why=f"its rows are 0 … {last}", fix=f"--row {last}")
-        records = [
-            as_record(
-                kind, sample, inspect_row(reader, tokenizer, sample), reader.meta[sample] if reader.meta else None
-            )
-            for sample in samples
-        ]
+        part = f"{kind}_heldout" if heldout else kind
+        reader = ShardReader(artifact.part(part).folder())
+        tokenizer = load_tokenizer(artifact.part("tokenizer").folder())
+        if packed:
+            title, samples = _packed_row(reader, config, part, row)
+        else:
+            title, samples = "", _row_samples(len(reader), part, row)
+        limit = config.ppo.max_prompt_tokens if kind == "prompts" and config.ppo else None
+        records, shown = zip(*(_inspected(reader, tokenizer, kind, sample, limit) for sample in samples), strict=True)
         if as_json:
-            _print_json({"kind": kind, "rows": records})
-            return
-        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-        for place, sample in enumerate(samples):
-            side = f", {('chosen', 'rejected')[place]}" if kind == "preferences" and not packed else ""
-            record = records[place]
-            console.rule(
-                f"{kind} {sample}{side}: {record['num_tokens']} tokens, {record['num_trained']} trained", align="left"
-            )
-            _print_row(console, inspect_row(reader, tokenizer, sample))
+            _print_json({"kind": kind, "part": part, "row": row, "packed": title or None, "rows": records})
+        elif kind == "preferences":
+            _print_pair(part, row, *shown)
+        else:
+            _print_rows(part, title, records, shown)
 
 
-def _packed_samples(reader: Any, config: RunConfig, kind: str, row: int) -> list[int]:
-    """The samples of the n-th row that training reads. Raises ConfigError if there is no such row."""
+def _row_samples(size: int, part: str, row: int) -> list[int]:
+    """The rows of a part that hold row `row`: two of a pair. Raises ConfigError if there is none."""
+    per_row = 2 if part.startswith("preferences") else 1
+    if row >= size // per_row:
+        last = size // per_row - 1
+        raise ConfigError(
+            f"{part} has no row {row}",
+            why=f"its rows are 0 … {last}" if size else "it is empty",
+            fix=f"--row {last}"
+            if size
+            else f"inspect another part, or add rows to data.{part.removesuffix('_heldout')}",
+        )
+    return list(range(per_row * row, per_row * row + per_row))
+
+
+def _packed_row(reader: Any, config: RunConfig, part: str, row: int) -> tuple[str, list[int]]:
+    """What the n-th row that training reads is, and its samples. Raises ConfigError if there is no such row."""
     from dschat_core.data.batches import packed_plan
 
-    section = {"text": config.pretraining, "dialogues": config.sft}.get(kind)
+    section = {"text": config.pretraining, "dialogues": config.sft}.get(part)
     if section is None:
-        raise ConfigError(f"{kind} is not packed in this run", fix="leave out --packed")
-    plan = packed_plan(reader, section, "pretraining" if kind == "text" else "sft")
+        raise ConfigError(
+            f"{part} is not packed in this run",
+            why="pretraining packs text, sft packs dialogues, a stage set to null packs nothing",
+            fix="leave out --packed",
+        )
+    plan = packed_plan(reader, section, "pretraining" if part == "text" else "sft")
     if row >= plan.num_rows:
-        raise ConfigError(f"there is no packed row {row}", why=f"they are 0 … {plan.num_rows - 1}", fix="--row 0")
+        last = plan.num_rows - 1
+        raise ConfigError(f"there is no packed row {row}", why=f"they are 0 … {last}", fix=f"--row {last}")
     step, place = divmod(row, plan.global_batch_size)
-    return plan.step(step)[place]
+    samples = plan.step(step)[place]
+    size = int(reader.lengths[samples].sum())
+    count = f"{len(samples)} sample{'' if len(samples) == 1 else 's'}"
+    return f"row {place} of step {step}: {count}, {size:,} of {section.max_length:,} tokens filled", samples
 
 
-def _print_row(console: Console, found: list[Any]) -> None:
+def _inspected(reader: Any, tokenizer: Any, kind: str, sample: int, limit: int | None) -> tuple[dict[str, Any], Any]:
+    """A row as its record and its pieces; a prompt longer than `limit` is what the actor is given of it."""
+    from dschat_core.chat_template import fit_prompt
+    from dschat_core.data.inspecting import as_record, inspect_row, pieces
+
+    meta = reader.meta[sample] if reader.meta else None
+    found, note = inspect_row(reader, tokenizer, sample), None
+    if limit is not None and reader.lengths[sample] > limit:
+        messages = meta["messages"] if meta else []
+        fitted = fit_prompt(tokenizer, messages, limit)
+        note = f"{reader.lengths[sample]} tokens exceed ppo.max_prompt_tokens={limit}: "
+        if fitted is None:
+            note += "ppo leaves it out"
+        else:
+            ids, kept = fitted
+            found = pieces(tokenizer, ids.tolist(), [False] * len(ids))
+            note += f"the actor is given {len(kept)} of its {len(messages)} messages, the oldest are left out"
+    return {**as_record(kind, sample, found, meta), "note": note}, found
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+def _print_rows(part: str, title: str, records: Sequence[dict[str, Any]], shown: Sequence[Sequence[Piece]]) -> None:
+    console = _console()
+    if title:
+        console.print(title, markup=False)
+    for record, found in zip(records, shown, strict=True):
+        _rule(console, f"{part} {record['row']}: {record['num_tokens']} tokens, {record['num_trained']} trained")
+        if record["note"]:
+            console.print(record["note"], markup=False, style="yellow")
+        _print_pieces(console, found)
+
+
+def _print_pair(part: str, row: int, chosen: Sequence[Piece], rejected: Sequence[Piece]) -> None:
+    from dschat_core.data.inspecting import num_tokens, num_trained, split_pair
+
+    console = _console()
+    prompt, *replies = split_pair(chosen, rejected)
+    _rule(console, f"{part} {row}, prompt: {num_tokens(prompt)} tokens")
+    _print_pieces(console, prompt)
+    for side, found in zip(("chosen", "rejected"), replies, strict=True):
+        _rule(console, f"{side}: {num_tokens(found)} tokens, {num_trained(found)} trained")
+        _print_pieces(console, found)
+
+
+def _rule(console: Console, title: str) -> None:
     from rich.text import Text
 
-    from dschat_core.data.inspecting import runs_of
+    console.rule(Text(title, style="bold"), align="left", style="dim")
 
-    colour = console.is_terminal
+
+def _print_pieces(console: Console, found: Sequence[Piece]) -> None:
+    from rich.text import Text
+
+    from dschat_core.data.inspecting import runs_of, visible
+
+    colour = console.is_terminal and not console.no_color
     text = Text()
     for piece in runs_of(found):
+        shown = visible(piece.text)
         if piece.control:
-            text.append(piece.text, style="bold reverse green" if piece.trained else "reverse cyan")
-            text.append("" if colour or not piece.trained else "✓")
+            text.append(shown, style="bold reverse green" if piece.trained else "reverse cyan")
+            text.append("✓" if piece.trained and not colour else "")
         elif piece.trained:
-            text.append(piece.text if colour else f"⟦{piece.text}⟧", style="green")
+            text.append(shown if colour else f"⟦{shown}⟧", style="green")
         else:
-            text.append(piece.text, style="dim")
-    console.print(text, soft_wrap=True)
+            text.append(shown, style="dim")
+    console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
 
 
 @app.command()

@@ -8,6 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from dschat_core.config import DataRuntimeConfig, TokenizationConfig
+from dschat_core.stages.tokenization import tokenization
+
 STAGES = ("validation", "tokenization", "pretraining", "sft", "reward", "ppo", "evaluation", "publishing")
 PARENTS = {
     "tokenization": ("validation",),
@@ -132,42 +135,84 @@ def evaluation() -> dict[str, Any]:
     }
 
 
+HOSTILE = "<script>alert('x')</script> & <b>bold</b>"
+
+
 def verdict() -> dict[str, Any]:
-    """A verdict.json with a gate of each outcome and an example that tries to be markup."""
+    """A verdict.json with a gate of each outcome and examples that try to be markup; prompts in an older form."""
 
-    def gate(rate: float, threshold: float, outcome: str, examples: list[Any]) -> dict[str, Any]:
-        return {
-            "rate": rate,
-            "upper": rate * 1.2 + 0.0004,
-            "threshold": threshold,
-            "action": "drop",
-            "verdict": outcome,
-            "count": round(rate * 21_000),
-            "examples": examples,
-        }
+    def gate(rate: float, threshold: float, outcome: str, action: str = "drop", **more: Any) -> dict[str, Any]:
+        count = round(rate * 21_000)
+        found: dict[str, Any] = {"rate": rate, "upper": rate * 1.2 + 0.0004, "threshold": threshold, "action": action}
+        found |= {"verdict": outcome, "count": count, "total": 21_000, "stats": {}, "examples": []}
+        return {**found, "reasons": {"some_reason": count} if count else {}, **more}
 
-    hostile: dict[str, Any] = {"file": "data/dialogues.train.jsonl", "line": 12, "span": "you idiot"}
-    hostile["excerpt"] = "<script>alert('x')</script> & <b>bold</b>"
-    repeated = {"file": "data/text.train.jsonl", "line": 9, "first": "data/text.train.jsonl:2", "excerpt": "hi!"}
-    return {
-        "verdict": "pass",
-        "datasets": {
-            name: {
-                "lines": 21_940,
-                "blank": 3,
-                "accepted": 21_930,
-                "quarantined": 7,
-                "reasons": {"bad_json": 4, "empty_output": 3},
-                "rows": {"train": 20_801, "heldout": 912},
-                "gates": {
-                    "length": gate(0.0, 1.0, "pass", []),
-                    "duplicates": gate(0.018, 0.05, "pass", [repeated]),
-                    "toxicity": gate(0.0012, 0.001, "dropped", [hostile]),
-                },
-            }
-            for name in ("text", "dialogues", "preferences", "prompts")
+    def row(line: int, reason: str, excerpt: str = "hi!", **detail: Any) -> dict[str, Any]:
+        return {"file": "data/text.train.jsonl", "line": line, "reason": reason, **detail, "excerpt": excerpt}
+
+    insult = row(12, "insult", HOSTILE, turn=1, span="you idiot")
+    repeated = row(9, "exact", first="data/text.train.jsonl:2")
+    entry = {
+        "lines": 21_940,
+        "blank": 3,
+        "accepted": 21_930,
+        "quarantined": 7,
+        "reasons": {"bad_json": 4, "empty_output": 3},
+        "empty_files": [],
+        "columns": {},
+        "files": [{"file": "data/text.train.jsonl", "role": "train"}],
+        "length_measure": "estimate",
+        "rows": {"train": 20_801, "heldout": 912},
+        "overlap_removed": 5,
+        "histogram": [[16, 800], [32, 4_000], [64, 9_000], [256, 7_000], [2048, 1_100], [4096, 30]],
+        "clusters": [{"size": 14, "rows": [row(2, ""), row(9, "", HOSTILE)]}],
+        "gates": {
+            "length": gate(0.0015, 1.0, "truncated", "truncate", examples=[row(3, "too_long", tokens=4_012)]),
+            "duplicates": gate(
+                0.018,
+                0.05,
+                "pass",
+                reasons={"exact": 300, "near": 78},
+                stats={"exact": 300, "near": 78, "same_question": 420},
+                examples=[repeated],
+            ),
+            "toxicity": gate(0.0012, 0.001, "dropped", reasons={"self_harm": 20, "insult": 5}, examples=[insult] * 10),
+            "language": gate(0.0, 1.0, "pass", "warn", stats={"en": 19_000, "zh": 1_900, "und": 100}),
+            "pii": gate(0.0003, 1.0, "masked", "mask", stats={"email": 4, "phone": 2}, examples=[row(7, "email")]),
+            "replies": gate(0.2, 0.1, "warned", "warn"),
+            "contamination": gate(0.0001, 0.0003, "not_certifiable"),
         },
     }
+    older = {key: entry[key] for key in ("lines", "blank", "accepted", "quarantined", "reasons", "rows")}
+    older_gate = {"rate": 0.5, "upper": 0.6, "threshold": 0.05, "action": "fail", "verdict": "failed", "count": 9}
+    older["gates"] = {"duplicates": {**older_gate, "examples": [{"file": "data/p.jsonl", "line": 1, "excerpt": "x"}]}}
+    return {"verdict": "pass", "datasets": {"text": entry, "dialogues": entry, "preferences": entry, "prompts": older}}
+
+
+def tokenization_artifact(folder: Path) -> None:
+    """The tokenizer and the shards of some rows of each kind, one of them hostile."""
+    question, answer = {"role": "user", "content": f"你好 <|im_end|> {HOSTILE}"}, "I'm fine 🙂 \x1b[2J\u202e"
+    rows: dict[str, list[dict[str, Any]]] = {
+        "text": [{"text": f"{HOSTILE}\nline {number}"} for number in range(9)],
+        "dialogues": [
+            {"messages": [question, {"role": "assistant", "content": f"{answer} {number}"}]} for number in range(9)
+        ],
+        "preferences": [
+            {"messages": [question], "chosen": f"good {number}", "rejected": f"bad {number}", "kind": "made up"}
+            for number in range(9)
+        ],
+        "prompts": [
+            {"messages": [question]},
+            {"messages": [question, {"role": "assistant", "content": "ok"}, question]},
+        ],
+    }
+    inputs = {name: folder.parent / "rows" / name for name in rows}
+    for name, part in inputs.items():
+        part.mkdir(parents=True)
+        _write_lines(part / "rows.jsonl", rows[name])
+    tokenization(
+        TokenizationConfig(vocab_size=300, max_length=256, runtime=DataRuntimeConfig(workers=1)), inputs, folder
+    )
 
 
 def _curve(stage: str) -> list[dict[str, Any]]:
@@ -294,6 +339,8 @@ def synthetic_run(
             if stage == "validation":
                 (folder / "verdict.json").write_text(json.dumps(verdict()), encoding="utf-8")
                 facts = {"datasets": {"text": {"rows": {"train": 20_801, "heldout": 912}}}}
+            if stage == "tokenization":
+                tokenization_artifact(folder)
             if stage == "ppo":
                 _write_lines(folder / "rollouts.jsonl", _rollouts())
             if stage == "evaluation":
@@ -309,7 +356,7 @@ def synthetic_run(
                 "run": "demo",
                 "created_at": "2026-01-01T10:20:30Z",
                 "wall_s": WALL_S[stage],
-                "config": {"seed": 0, "note": "a <b>config</b>"},
+                "config": {"seed": 0, "note": "a <b>config</b>", "length": {"max_tokens": 2048}},
                 "runtime": {"num_nodes": 1} if stage in ("pretraining", "sft", "reward", "ppo") else {},
                 "inputs": {
                     f"{parent}_part": {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_core.report.curves import charts, read_lines
-from dschat_core.report.tables import Table, evaluation_tables, gate_tables, number
+from dschat_core.report.tables import Table, evaluation_tables, example_parts, gate_tables, markdown_text, number
 
 # Reward and KL tell the most; every picture costs about 40 kB of the server's data base.
 MAX_CHARTS = 3
@@ -28,7 +28,7 @@ def stage_markdown(stage: str, folder: Path, facts: Mapping[str, Any]) -> str:
     if stage == "evaluation":
         parts += [f"### {table.title}\n\n{table.markdown()}" for table in _evaluation(folder)]
     if stage == "validation":
-        parts += [f"### {table.title}\n\n{table.note}\n\n{table.markdown()}" for table in _verdict(folder)]
+        parts += _verdict(folder)
     rows = tuple((name, _shown(value)) for name, value in facts.items() if not isinstance(value, dict | list))
     if rows:
         parts.append(Table("", ("fact", "value"), rows).markdown())
@@ -40,9 +40,21 @@ def _evaluation(folder: Path) -> list[Table]:
     return evaluation_tables(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
 
 
-def _verdict(folder: Path) -> list[Table]:
+def _verdict(folder: Path) -> list[str]:
+    """Per data set the table of its gates, and the first row that each flagged."""
     path = folder / "verdict.json"
-    return gate_tables(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
+    verdict = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    parts = []
+    for table in gate_tables(verdict):
+        gates = verdict["datasets"][table.title].get("gates") or {}
+        examples = [
+            f"- {gate}: {markdown_text(' '.join(example_parts(facts['examples'][0])))}"
+            for gate, facts in gates.items()
+            if facts.get("examples")
+        ]
+        parts.append("\n\n".join(part for part in (f"### {table.title}", table.note, table.markdown()) if part))
+        parts += ["First row that each gate flagged:\n\n" + "\n".join(examples)] if examples else []
+    return parts
 
 
 def _shown(value: Any) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dschat_core.report.tables import Table, evaluation_tables, limits_table, number, percent
+from dschat_core.report.tables import Table, evaluation_tables, limits_table, markdown_text, number, percent
 
 USAGE = """\
 ```python
@@ -38,7 +38,7 @@ def model_card(
     """
     parts = [
         _header(license_id, lineage),
-        f"# {_line(title)}",
+        f"# {markdown_text(title)}",
         _summary(model_config, lineage),
         f"## How to use\n\nThe chat template is in the folder; a reply ends on its end-of-turn token.\n\n{USAGE}",
         "## Evaluation\n\nAll figures are on held-out data, measured by the pipeline that made the model.\n\n"
@@ -100,28 +100,49 @@ def _samples(evaluation: Mapping[str, Any]) -> str:
     for row in rows:
         stage, reply = list(row["replies"].items())[-1] if row["replies"] else ("", "")
         if reply:
-            blocks.append(f"> **user** {_line(row['prompt'])}\n>\n> **{stage}** {_line(reply)}")
+            blocks.append(f"> **user** {markdown_text(row['prompt'])}\n>\n> **{stage}** {markdown_text(reply)}")
     return "## Samples\n\nFirst draws, not chosen.\n\n" + "\n\n".join(blocks) if blocks else ""
 
 
 def _data(lineage: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of each data set, and what its gates found; facts without them give no sentence on gates."""
     validation = next((row for row in lineage if row["stage"] == "validation"), None)
     datasets = ((validation or {}).get("facts") or {}).get("datasets")
-    if not isinstance(datasets, Mapping) or not datasets:
+    if not isinstance(datasets, Mapping):
         return ""
-    rows = []
-    for name, facts in datasets.items():
-        counts = facts.get("rows") if isinstance(facts, Mapping) else None
-        if isinstance(counts, Mapping):
-            rows.append((str(name), number(counts.get("train")), number(counts.get("heldout"))))
-    if not rows:
+    known = {
+        str(name): facts
+        for name, facts in datasets.items()
+        if isinstance(facts, Mapping) and isinstance(facts.get("rows"), Mapping)
+    }
+    if not known:
         return ""
-    table = Table("", ("data set", "training rows", "held-out rows"), tuple(rows))
-    gates = (
-        "length, exact and near duplicates, toxicity, language, personal data, empty and boilerplate replies, and overlap "
-        "with what is held out"
+    gates = {name: facts["gates"] for name, facts in known.items() if isinstance(facts.get("gates"), Mapping)}
+    rows = tuple(
+        (
+            name,
+            number(facts["rows"].get("train")),
+            number(facts["rows"].get("heldout")),
+            *(
+                [", ".join(map(_gate, gates[name], gates[name].values())) or "none"]
+                if name in gates
+                else ["–"] * bool(gates)
+            ),
+        )
+        for name, facts in known.items()
     )
-    return f"## Data\n\nRows left after the data gates: {gates}.\n\n{table.markdown()}"
+    header = ("data set", "training rows", "held-out rows", *(["gates: rows flagged, verdict"] if gates else []))
+    text = "## Data\n\nRows left after the data gates"
+    if gates:
+        text += ": " + ", ".join(dict.fromkeys(gate for found in gates.values() for gate in found))
+        text += ". *Not certifiable*: too few rows to be sure, at 95 %, that the rate is below the threshold"
+    return f"{text}.\n\n{Table('', header, rows).markdown()}"
+
+
+def _gate(name: str, facts: Mapping[str, Any]) -> str:
+    return f"{name} {number(facts.get('count'))} ({percent(facts.get('rate'), 2)}) {facts.get('verdict', '')}".replace(
+        "_", " "
+    )
 
 
 def _lineage(lineage: Sequence[Mapping[str, Any]]) -> str:
@@ -152,11 +173,3 @@ def _limitations(evaluation: Mapping[str, Any]) -> str:
             f"{percent(last['shuffled'])} have a word order no better than chance."
         )
     return "## Limitations\n\n" + "\n".join(f"- {point}" for point in points)
-
-
-def _line(text: str) -> str:
-    """Model or user text inside markdown: one line, no markup or HTML of its own."""
-    flat = " ".join(text.split())
-    for sign in "\\`*_[]<>#|":
-        flat = flat.replace(sign, "\\" + sign)
-    return flat

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,32 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from dschat_core.chat_template import load_tokenizer
+from dschat_core.chat_template import ChatTokenizer, load_tokenizer
 from dschat_core.config import DATASETS, STAGES
-from dschat_core.data.inspecting import Piece, inspect_row, runs_of, spread
+from dschat_core.data.inspecting import (
+    Piece,
+    inspect_row,
+    num_tokens,
+    num_trained,
+    runs_of,
+    split_pair,
+    spread,
+    visible,
+)
 from dschat_core.data.shards import ShardReader
+from dschat_core.errors import DschatError
 from dschat_core.report.curves import charts, phase_seconds, read_lines
-from dschat_core.report.tables import Table, evaluation_tables, limits_table, number, percent, seconds
+from dschat_core.report.plots import Histogram
+from dschat_core.report.tables import (
+    Table,
+    evaluation_tables,
+    example_parts,
+    limits_table,
+    number,
+    percent,
+    place,
+    seconds,
+)
 
 PHASES = (
     "data",
@@ -261,21 +282,23 @@ class _Run:
     def gates(self) -> list[dict[str, Any]]:
         """The data verdict, per data set."""
         verdict = self._json("validation", "verdict.json")
-        return [_data_set(name, entry) for name, entry in (verdict.get("datasets") or {}).items()]
+        config = self.manifests.get("validation", {}).get("config") or {}
+        limit = (config.get("length") or {}).get("max_tokens")
+        return [_data_set(name, entry, limit) for name, entry in (verdict.get("datasets") or {}).items()]
 
     def rows(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """(data set, a few of its training rows as the model is given them: {number, tokens, trained, pieces})."""
+        """(data set, a few of its training rows as the model is given them: {title, tokens, trained, runs})."""
         folder = self.folders.get("tokenization")
         if folder is None or not (folder / "tokenizer" / "tokenizer.json").is_file():
             return []
-        tokenizer = load_tokenizer(folder / "tokenizer")
         found: list[tuple[str, list[dict[str, Any]]]] = []
-        for name in DATASETS:
-            # On a remote store only the parts that were read are here.
-            if (folder / name / "index.json").is_file():
-                reader = ShardReader(folder / name)
-                chosen = spread(len(reader), SHOWN_ROWS)
-                found.append((name, [_shown_row(number, inspect_row(reader, tokenizer, number)) for number in chosen]))
+        # On a remote store only the parts that were read are here, and another version's shards cannot be read.
+        with suppress(DschatError):
+            tokenizer = load_tokenizer(folder / "tokenizer")
+            for name in DATASETS:
+                with suppress(DschatError):
+                    if (folder / name / "index.json").is_file():
+                        found.append((name, _shown_rows(name, ShardReader(folder / name), tokenizer)))
         return found
 
     def tables(self) -> list[Table]:
@@ -364,16 +387,7 @@ def _parents(stage: str, present: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _example(example: Mapping[str, Any]) -> str:
-    """A row that a gate flagged: where it stands, what gave it away, how it begins."""
-    words = [str(example["reason"])] if "reason" in example else []
-    words += [f"“{example[key]}”" for key in ("span", "shared") if key in example]
-    if "first" in example:
-        words.append(f"repeats {Path(str(example['first'])).name}")
-    return "  ".join([_place(example), *words, str(example.get("excerpt", ""))])
-
-
-def _data_set(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _data_set(name: str, entry: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
     """What the page shows of a data set's verdict; older verdicts lack some of it."""
     counts = [(key, number(entry[key])) for key in ("lines", "blank", "accepted", "quarantined") if key in entry]
     counts += [(f"{HALVES.get(half, half)} rows", number(count)) for half, count in (entry.get("rows") or {}).items()]
@@ -384,8 +398,9 @@ def _data_set(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     total = duplicates.get("total")
     if total and "same_question" in (duplicates.get("stats") or {}):
         counts.append(("same question", percent(duplicates["stats"]["same_question"] / total, 2)))
-    histogram = entry.get("histogram") or []
-    highest = max((count for _, count in histogram), default=0)
+    bins = [(edge, count) for edge, count in entry.get("histogram") or []]
+    # Plain text has no limit: tokenization splits it.
+    histogram = Histogram(f"lengths of {name}", bins, None if name == "text" else limit)
     return {
         "name": name,
         "counts": counts,
@@ -400,19 +415,12 @@ def _data_set(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
             for gate, title in (("language", "languages"), ("pii", "personal data"))
             if (gates.get(gate) or {}).get("stats")
         ],
-        "histogram": [
-            {
-                "edge": number(edge),
-                "count": number(count),
-                "height": max(1, round(100 * count / highest)) if count else 0,
-            }
-            for edge, count in histogram
-        ],
+        "histogram": Markup(histogram.svg()) if bins else "",
         "measure": "counted by a tokenizer" if entry.get("length_measure") == "tokenizer" else "estimated from bytes",
         "clusters": [
             {
                 "size": number(cluster["size"]),
-                "rows": [_short(f"{_place(row)}  {row.get('excerpt', '')}") for row in cluster["rows"]],
+                "rows": [(place(row), _short(row.get("excerpt", ""))) for row in cluster["rows"]],
             }
             for cluster in entry.get("clusters") or []
         ],
@@ -428,34 +436,39 @@ def _gate(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
         "count": number(facts.get("count")),
         "action": facts.get("action", ""),
         "verdict": str(facts.get("verdict", "")),
-        "reasons": ", ".join(f"{reason} {number(count)}" for reason, count in (facts.get("reasons") or {}).items()),
-        "examples": [_short(_example(e)) for e in (facts.get("examples") or [])[:MAX_EXAMPLES]],
+        "reasons": list((facts.get("reasons") or {}).items()),
+        "examples": [tuple(map(_short, example_parts(e))) for e in (facts.get("examples") or [])[:MAX_EXAMPLES]],
     }
 
 
-def _shown_row(number: int, found: Sequence[Piece]) -> dict[str, Any]:
+def _shown_rows(name: str, reader: ShardReader, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
+    if name != "preferences":
+        return [
+            _shown_row(f"row {row}", inspect_row(reader, tokenizer, row)) for row in spread(len(reader), SHOWN_ROWS)
+        ]
+    shown = []
+    for pair in spread(len(reader) // 2, SHOWN_ROWS):
+        prompt, chosen, rejected = split_pair(*(inspect_row(reader, tokenizer, 2 * pair + side) for side in (0, 1)))
+        shown += [
+            _shown_row(f"pair {pair}, prompt", prompt),
+            _shown_row("chosen", chosen),
+            _shown_row("rejected", rejected),
+        ]
+    return shown
+
+
+def _shown_row(title: str, found: Sequence[Piece]) -> dict[str, Any]:
     """A row as runs of text of one kind, cut where it is long."""
-    shown: list[dict[str, str]] = []
+    runs: list[tuple[str, str]] = []
     left = MAX_ROW_CHARACTERS
     for piece in runs_of(found):
-        kind = "control" if piece.control else "trained" if piece.trained else "context"
-        shown.append(
-            {"text": piece.text[:left], "kind": kind + (" trained" if piece.control and piece.trained else "")}
-        )
+        kinds = ["control"] * piece.control + ["trained"] * piece.trained
+        runs.append((" ".join(kinds), visible(piece.text[:left])))
         left -= len(piece.text)
         if left <= 0:
-            shown.append({"text": "…", "kind": "context"})
+            runs.append(("", " …"))
             break
-    return {
-        "number": number,
-        "tokens": sum(len(piece.ids) for piece in found),
-        "trained": sum(len(piece.ids) for piece in found if piece.trained),
-        "pieces": shown,
-    }
-
-
-def _place(row: Mapping[str, Any]) -> str:
-    return f"{Path(str(row.get('file', ''))).name}:{row.get('line', '')}"
+    return {"title": title, "tokens": num_tokens(found), "trained": num_trained(found), "runs": runs}
 
 
 def _size(num_bytes: float) -> str:

@@ -30,6 +30,14 @@ def _escape(cell: str) -> str:
     return cell.replace("|", "\\|").replace("\n", " ")
 
 
+def markdown_text(text: str) -> str:
+    """A user's or a model's text inside markdown: one line, no markup or HTML of its own."""
+    flat = " ".join(text.split())
+    for sign in "\\`*_[]<>#|":
+        flat = flat.replace(sign, "\\" + sign)
+    return flat
+
+
 def number(value: Any, digits: int = 2) -> str:
     """A figure for a table; a dash where there is none."""
     if value is None:
@@ -77,6 +85,25 @@ def gate_tables(verdict: Mapping[str, Any]) -> list[Table]:
         ]
         found.append(Table(str(name), header, rows, ", ".join(counts)))
     return found
+
+
+def example_parts(example: Mapping[str, Any]) -> tuple[str, str, str]:
+    """A row that a gate flagged, as text: where it stands, what gave it away, how it begins."""
+    words = [str(example["reason"]).replace("_", " ")] if "reason" in example else []
+    words += [f"“{example[key]}”" for key in ("span", "shared") if key in example]
+    words += [f"{example['tokens']:,} tokens"] if "tokens" in example else []
+    words += [f"repeats {base_name(example['first'])}"] if "first" in example else []
+    return place(example), " ".join(words), str(example.get("excerpt", ""))
+
+
+def place(row: Mapping[str, Any]) -> str:
+    """`file:line` of a row, the file without its folders."""
+    return f"{base_name(row.get('file', ''))}:{row.get('line', '')}"
+
+
+def base_name(path: Any) -> str:
+    """The last part of a path or address."""
+    return str(path).rstrip("/").rpartition("/")[2]
 
 
 def evaluation_tables(evaluation: Mapping[str, Any]) -> list[Table]:

@@ -35,7 +35,7 @@ from dschat_core.errors import ConfigError, GateError
 
 ROWS = "rows.jsonl"
 BATCH_ROWS = 1000
-# A batch takes about 40 times its bytes in memory while it is laid out.
+# A batch takes about ten times its bytes in memory while it is laid out.
 BATCH_BYTES = 4 * 2**20
 # More text than this does not change which pairs are common.
 MAX_TRAINING_BYTES = 256 * 2**20

@@ -180,7 +180,13 @@ def validation(
         raise refusals[0]
     parts["report"] = [VERDICT, *(f"quarantine/{name}.jsonl" for name in verdicts)]
     facts = {
-        name: {"rows": found["rows"], "quarantined": found["quarantined"], "overlap_removed": found["overlap_removed"]}
+        name: {
+            **{key: found[key] for key in ("rows", "quarantined", "overlap_removed")},
+            "gates": {
+                gate: {key: result[key] for key in ("count", "rate", "action", "verdict")}
+                for gate, result in found["gates"].items()
+            },
+        }
         for name, found in verdicts.items()
     }
     return Product(parts=parts, facts={"verdict": verdict["verdict"], "datasets": facts})

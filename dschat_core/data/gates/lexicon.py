@@ -11,7 +11,7 @@ patterns  reason code, pattern; the codes `-before`, `-after` and `-near` are co
 spelling  what is written, what it is read as (`lexicon_characters.tsv`: the same for single characters)
 
 Patterns and entries share one notation: `(a|b)` one of them, `[a|b]` perhaps one of them, `[a|b]*` any number of them, `[a|b]+` at least one,
-`{name}` one of a list, `~3` up to three words (of Chinese: characters) of any kind, `<` and `>` the start and the end of a
+`{name}` one of a list, `~3` up to three words (of Chinese: characters) of any kind but those of the list `between`, `<` and `>` the start and the end of a
 clause, `"` a quotation mark.
 
 A pattern matches only where one of its triggers stands, the rarest words that every match of it must have. They are
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -32,46 +32,63 @@ from dschat_core.data.gates.detectors import Hit
 
 Language = Literal["en", "zh"]
 
-_NOTATION = re.compile(r"\][*+]|[()\[\]|<>]|\{\w+\}|~\d+|[^\s()\[\]|<>{}~]+")
+_NOTATION = re.compile(r"\][*+]|[()\[\]|<>]|\{\w+\}|~\d+|[^\s()\[\]|<>{}~*+]+")
+_RARE = 1e-5
 # Bounded, so that no text can make a search long.
 _REPEATS = {")": "", "]": "?", "]*": "{0,6}", "]+": "{1,6}"}
-_ANY_OTHER = {"en": r"(?:[a-z0-9']+ ){{0,{}}}", "zh": r"[^。,?\"]{{0,{}}}?"}
+# What a gap is made of; none reaches across a word of the list `between`: another person, a negation.
+_ANY = {"en": ("(?:(?!(?:{}) )[a-z0-9']+ )", ""), "zh": (r"(?:(?!{})[^。,?\"])", "?")}
 _BORDER = r'[。.?,"]'
+_MARKS = frozenset('。.?,"')
 # How far around a hit the contexts that excuse it are looked for, in characters.
 _BEFORE = {"en": 70, "zh": 24}
 _NEAR = {"en": 160, "zh": 60}
 
 
 class Pattern(NamedTuple):
-    """What a pattern means: a regular expression, and the words of which every match has at least one."""
+    """What a pattern means: a regular expression, and what every match of it has.
+
+    Each of the needs is a set of words (of Chinese: strings) of which one must be there, the rarest set first.
+    """
 
     expression: str
-    triggers: frozenset[str]
+    needs: tuple[frozenset[str], ...]
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """One language: labelled patterns, by trigger, and the contexts in which a match is no abuse."""
+    """One language: labelled patterns, and the contexts in which a match is no abuse.
+
+    `by_trigger` leads from a word or string of a pattern's first need to the pattern; `second_needs` are looked at next,
+    before the pattern itself. Chinese has no words to look up: its strings are found by one of their characters.
+    """
 
     language: Language
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
-    by_trigger: Mapping[str, tuple[int, ...]]
+    by_trigger: Mapping[str, Sequence[int]]
+    second_needs: Sequence[frozenset[str] | None]
+    by_character: Mapping[str, Sequence[str]]
+    trigger_characters: frozenset[str]
     before: re.Pattern[str]
     after: re.Pattern[str]
     near: re.Pattern[str]
 
-    def hit(self, text: str, candidates: Iterator[int] | Sequence[int]) -> Hit | None:
-        """The first hit among these patterns, in a text in its plain form."""
-        for index in candidates:
+    def hit(self, text: str) -> Hit | None:
+        """The first hit in a text in its plain form."""
+        for index in self.candidates(text):
             label, pattern = self.patterns[index]
             for match in pattern.finditer(text):
                 if not self._is_excused(text, match):
                     return Hit(match.group().strip(), label, 1.0)
         return None
 
-    def candidates(self, triggers: set[str]) -> list[int]:
-        """The patterns that have one of these triggers, in their order."""
-        return sorted({index for trigger in triggers for index in self.by_trigger.get(trigger, ())})
+    def candidates(self, text: str) -> list[int]:
+        """The patterns of which a text in its plain form has what they need, in their order."""
+        found = set(text.split() if self.language == "en" else _LATIN.findall(text))
+        for character in self.by_character.keys() & set(text):
+            found.update(string for string in self.by_character[character] if string in text)
+        indices = {index for word in self.by_trigger.keys() & found for index in self.by_trigger[word]}
+        return sorted(index for index in indices if not (need := self.second_needs[index]) or not need.isdisjoint(found))
 
     def _is_excused(self, text: str, match: re.Match[str]) -> bool:
         start, end = match.span()
@@ -94,7 +111,10 @@ def may_hit(text: str) -> bool:
     folded = fold(text)
     if folded.isascii():
         return any(map(_has_trigger, folded.split()))
-    return not _han_triggers().isdisjoint(folded) or any(map(_has_trigger, _ASCII.findall(folded)))
+    if any(map(_has_trigger, _ASCII.findall(folded))):
+        return True
+    chinese = load_lexicon("zh")
+    return not chinese.trigger_characters.isdisjoint(folded) and bool(chinese.candidates(plain_chinese(folded)))
 
 
 def first_hit(text: str) -> Hit | None:
@@ -102,10 +122,10 @@ def first_hit(text: str) -> Hit | None:
     folded = fold(text)
     english, chinese = load_lexicon("en"), load_lexicon("zh")
     plain = plain_english(folded)
-    if hit := english.hit(plain, english.candidates(set(plain.split()))):
+    if hit := english.hit(plain):
         return hit
     plain = plain_chinese(folded)
-    return chinese.hit(plain, chinese.candidates({*plain, *_LATIN.findall(plain)}))
+    return chinese.hit(plain)
 
 
 # ── plain forms ─────────────────────────────────────────────────────────────────────────────────────────
@@ -172,10 +192,9 @@ def _has_trigger(token: str) -> bool:
 def _uncached_has_trigger(token: str) -> bool:
     if len(token) == 1:
         return token.isalpha() and token not in _LONE_LETTERS
-    triggers, chinese = load_lexicon("en").by_trigger, load_lexicon("zh").by_trigger
     return (
-        not triggers.keys().isdisjoint(_plain(token).split())
-        or not chinese.keys().isdisjoint(_LATIN.findall(token))
+        not load_lexicon("en").by_trigger.keys().isdisjoint(_plain(token).split())
+        or not load_lexicon("zh").by_trigger.keys().isdisjoint(_LATIN.findall(token))
         or _SPELLED.search(token) is not None
     )
 
@@ -324,32 +343,42 @@ def load_lexicon(language: Language) -> Lexicon:
     for name, entry in read_table(f"lexicon_{language}_words.tsv"):
         lists.setdefault(name, []).append(entry)
     reader = PatternReader(language, lists)
-    patterns, by_trigger = [], dict[str, list[int]]()
+    patterns, second_needs, by_trigger = [], [], dict[str, list[int]]()
     excuses: dict[str, list[str]] = {"-before": [], "-after": [], "-near": []}
     for label, source in read_table(f"lexicon_{language}_patterns.tsv"):
         pattern = reader.read(source)
         if label in excuses:
             excuses[label].append(pattern.expression)
             continue
-        assert pattern.triggers, f"{source}: it could match a text of which it names no word"
-        for trigger in pattern.triggers:
+        assert pattern.needs, f"{source}: it could match a text of which it names no word"
+        first, *second = pattern.needs
+        for trigger in first:
             by_trigger.setdefault(trigger, []).append(len(patterns))
+        second_needs.append(second[0] if second else None)
         patterns.append((label, re.compile(pattern.expression)))
+    by_character: dict[str, list[str]] = {}
+    if language == "zh":
+        for string in {*by_trigger}.union(*filter(None, second_needs)):
+            if not is_latin(string):
+                by_character.setdefault(reader.rarest(string), []).append(string)
     # Excused: what comes within the clause before, right after, or anywhere around.
     before, after, near = ("|".join(excuses[label]) for label in ("-before", "-after", "-near"))
     return Lexicon(
         language,
         tuple(patterns),
-        {trigger: tuple(indices) for trigger, indices in by_trigger.items()},
+        by_trigger,
+        second_needs,
+        by_character,
+        frozenset(character for character, strings in by_character.items() if not by_trigger.keys().isdisjoint(strings)),
         re.compile(rf"(?:{before})[^.。?]*$"),
         re.compile(after),
         re.compile(near),
     )
 
 
-@lru_cache(maxsize=1)
-def _han_triggers() -> frozenset[str]:
-    return frozenset(trigger for trigger in load_lexicon("zh").by_trigger if not trigger.isascii())
+def is_latin(word: str) -> bool:
+    """Whether a string of the Chinese lists is written in Latin letters or digits: `cnm`, `2b`."""
+    return word.isascii() and word.isalnum()
 
 
 class PatternReader:
@@ -368,11 +397,20 @@ class PatternReader:
             ValueError: the notation is wrong.
         """
         tokens = _NOTATION.findall(source)
+        if "".join(tokens) != source.replace(" ", ""):
+            raise ValueError(f"{source}: not the notation")
         pattern, rest = self._alternatives(tokens)
         if rest:
             raise ValueError(f"{source}: {rest[0]} closes nothing")
         expression = rf"(?<= )(?:{pattern.expression})" if self._language == "en" else pattern.expression
-        return Pattern(expression, pattern.triggers)
+        return Pattern(expression, pattern.needs)
+
+    def rarest(self, string: str) -> str:
+        """The character of a Chinese string by which it is looked for."""
+        return max(set(string) - _MARKS, key=self._rank)
+
+    def _rank(self, word: str) -> int:
+        return self._common.get(word, len(self._common))
 
     def _alternatives(self, tokens: Sequence[str]) -> tuple[Pattern, Sequence[str]]:
         choices = []
@@ -388,11 +426,12 @@ class PatternReader:
             return choices[0]
         # Longer ones first: the first that fits is taken, and a hit is shown whole.
         expressions = sorted({choice.expression for choice in choices}, key=lambda text: (-len(text), text))
-        needed = [choice.triggers for choice in choices]
-        return Pattern(f"(?:{'|'.join(expressions)})", frozenset().union(*needed) if all(needed) else frozenset())
+        rarest = [choice.needs[0] for choice in choices if choice.needs]
+        needs = (frozenset().union(*rarest),) if len(rarest) == len(choices) else ()
+        return Pattern(f"(?:{'|'.join(expressions)})", needs)
 
     def _sequence(self, tokens: Sequence[str]) -> tuple[Pattern, Sequence[str]]:
-        expressions, triggers = [], []
+        expressions, needs = [], list[frozenset[str]]()
         while tokens and tokens[0] not in ("|", *_REPEATS):
             token, *tokens = tokens
             if token in ("(", "["):
@@ -401,20 +440,21 @@ class PatternReader:
                 if closing not in _REPEATS or (token == "(") != (closing == ")"):
                     raise ValueError(f"{token} is not closed")
                 expressions.append(f"(?:{inner.expression}){_REPEATS[closing]}")
-                triggers += [inner.triggers] if closing in (")", "]+") else []
+                needs += inner.needs if closing in (")", "]+") else ()
             else:
                 part = self._part(token)
                 expressions.append(part.expression)
-                triggers.append(part.triggers)
-        return Pattern("".join(expressions), min(filter(None, triggers), key=self._cost, default=frozenset())), tokens
+                needs += part.needs
+        return Pattern("".join(expressions), tuple(sorted(needs, key=self._cost)[:2])), tokens
 
     def _part(self, token: str) -> Pattern:
         if token == "<":
-            return Pattern(rf"(?<={_BORDER})" if self._language == "zh" else rf"(?<={_BORDER} )", frozenset())
+            return Pattern(rf"(?<={_BORDER})" if self._language == "zh" else rf"(?<={_BORDER} )", ())
         if token == ">":
-            return Pattern(rf"(?={_BORDER})", frozenset())
+            return Pattern(rf"(?={_BORDER})", ())
         if token.startswith("~"):
-            return Pattern(_ANY_OTHER[self._language].format(token[1:]), frozenset())
+            any_other, greed = _ANY[self._language]
+            return Pattern(f"{any_other.format('|'.join(self._lists['between']))}{{0,{token[1:]}}}{greed}", ())
         if token.startswith("{"):
             if token not in self._read:
                 choices = [self._alternatives(_NOTATION.findall(entry))[0] for entry in self._lists[token[1:-1]]]
@@ -424,15 +464,16 @@ class PatternReader:
 
     def _literal(self, text: str) -> Pattern:
         if self._language == "en":
-            return Pattern(f"{re.escape(text)} ", frozenset([text]) if text[0].isalnum() else frozenset())
-        if text.isascii() and text.isalnum():
-            return Pattern(rf"(?<![a-z0-9]){text}(?![a-z0-9])", frozenset([text]))
-        rarest = max(text, key=lambda character: self._rarity(character))
-        return Pattern(re.escape(text), frozenset([rarest]) if rarest.isalnum() else frozenset())
+            return Pattern(f"{re.escape(text)} ", (frozenset([text]),) if text[0].isalnum() else ())
+        bounded = rf"(?<![a-z0-9]){text}(?![a-z0-9])" if is_latin(text) else re.escape(text)
+        return Pattern(bounded, () if set(text) <= _MARKS else (frozenset([text]),))
 
-    def _rarity(self, word: str) -> int:
-        return self._common.get(word, len(self._common))
+    def _cost(self, need: frozenset[str]) -> float:
+        return sum(map(self._frequency, need))
 
-    def _cost(self, triggers: frozenset[str]) -> float:
-        # A common word costs as much as there are less common ones than it, each of the others one.
-        return sum(1 + (len(self._common) - self._rarity(word)) ** 2 for word in triggers)
+    def _frequency(self, trigger: str) -> float:
+        # By Zipf's law; that of a Chinese string is of its rarest character, and falls with every further one.
+        if self._language == "en" or is_latin(trigger):
+            return 1 / (2 + self._common[trigger]) if trigger in self._common else _RARE
+        rarest = max(self._common.get(character, 2 * len(self._common)) for character in trigger)
+        return 1 / (2 + rarest) / 8 ** (len(trigger) - 1)

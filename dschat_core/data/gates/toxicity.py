@@ -56,6 +56,7 @@ class Lexicon:
                 yield label, match
 
 
+NEAR_CHARACTERS = 200
 _INVISIBLE = re.compile(r"[\u00ad\u034f\u200b-\u200f\u2060-\u2064\ufe0f\ufeff]")
 _WORDS = re.compile(r"[a-z]+(?:'[a-z]+)*")
 _HAN = re.compile(r"[\u3400-\u9fff]")
@@ -65,7 +66,7 @@ _DISGUISED = re.compile(
 )
 _SPACED = re.compile(r"\b[a-z](?:[ ._*-][a-z]\b){2,}")
 _STRETCHED = re.compile(r"([a-z])\1{2,}")
-_MASKED = re.compile(r"[a-z@$0-9]*[*#@$!_%0-9][a-z*#@$!_%0-9]*")
+_MASKED = re.compile(r"(?<![a-z@$0-9])[a-z@$0-9]{0,20}[*#@$!_%0-9][a-z*#@$!_%0-9]{0,30}")
 _LEET = str.maketrans("@4301!5$7", "aaeoiisst")
 _BETWEEN_HAN = re.compile(r"(?<=[\u3400-\u9fff])[ .·*_|/\\~-]+(?=[\u3400-\u9fff])")
 _SENTENCE = re.compile(r"[^.!?;]+")
@@ -355,12 +356,12 @@ def _unmasked(word: str) -> str:
 
 
 def _excused(text: str, match: re.Match[str], label: str) -> bool:
-    before = text[max(0, match.start() - 90) : match.start()]
+    before, near = text[max(0, match.start() - 90) : match.start()], _around(text, match)
     if _REPORTED.search(before) or _DENIED.search(before) or _is_quoted(text, match):
         return True
-    if label in ("slur", "hate", "insult") and _ABOUT_WORDS.search(text):
+    if label in ("slur", "hate", "insult") and _ABOUT_WORDS.search(near):
         return True
-    return label in ("threat", "harassment") and _PLAYFUL.search(text) is not None
+    return label in ("threat", "harassment") and _PLAYFUL.search(near) is not None
 
 
 def _excused_chinese(text: str, match: re.Match[str]) -> bool:
@@ -369,18 +370,25 @@ def _excused_chinese(text: str, match: re.Match[str]) -> bool:
         _ZH_REPORTED.search(before)
         or _ZH_DENIED.search(before)
         or _is_quoted(text, match)
-        or _ZH_ABOUT_WORDS.search(text)
+        or _ZH_ABOUT_WORDS.search(_around(text, match))
     )
 
 
+def _around(text: str, match: re.Match[str]) -> str:
+    """What stands near a match; a long text says other things elsewhere."""
+    return text[max(0, match.start() - NEAR_CHARACTERS) : match.end() + NEAR_CHARACTERS]
+
+
 def _is_quoted(text: str, match: re.Match[str]) -> bool:
-    """Whether the match lies between quotation marks, in a text that has words of its own around them."""
+    """Whether the match lies between quotation marks near it, in a text that has words of its own around them."""
+    first, last = max(0, match.start() - NEAR_CHARACTERS), match.end() + NEAR_CHARACTERS
     for opening, closing in _QUOTES.items():
-        start = text.rfind(opening, 0, match.start())
-        if start < 0 or (opening == closing and text.count(opening, 0, match.start()) % 2 == 0):
+        start = text.rfind(opening, first, match.start())
+        if start < 0 or (opening == closing and text.count(opening, first, match.start()) % 2 == 0):
             continue
-        if closing in text[match.end() :] and closing not in text[start + 1 : match.start()]:
-            return len(text) - (text.find(closing, match.end()) - start) > 8
+        end = text.find(closing, match.end(), last)
+        if end >= 0 and closing not in text[start + 1 : match.start()]:
+            return len(text) - (end - start) > 8
     return False
 
 
@@ -395,7 +403,8 @@ def _lexicon(name: str) -> Lexicon:
         if line.startswith("#") or not line:
             continue
         for known, expansion in defined.items():
-            line = line.replace(f"{{{known}}}", expansion)
+            # As words they are split at their bars later; elsewhere they are one group.
+            line = line.replace(f"<<{{{known}}}", f"<<{expansion}").replace(f"{{{known}}}", f"(?:{expansion})")
         label, source, *listed = line.split("\t")
         if label.startswith("@"):
             defined[label[1:]] = source
