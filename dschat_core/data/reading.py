@@ -11,9 +11,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -70,7 +71,8 @@ def input_files(sources: DataConfig) -> dict[Dataset, list[tuple[str, str]]]:
     found: dict[Dataset, list[tuple[str, str]]] = {}
     for name, source in sources.sources().items():
         heldout = [hub.heldout_split(uri) for uri in unique_files(source.heldout)]
-        train = [uri for uri in unique_files(source.train) if uri not in set(heldout)]
+        held = {_canonical(uri) for uri in heldout}
+        train = [uri for uri in unique_files(source.train) if _canonical(uri) not in held]
         found[name] = [(uri, "train") for uri in train] + [(uri, "heldout") for uri in heldout]
     return found
 
@@ -99,15 +101,36 @@ def expand(pattern: str) -> list[str]:
         if not any(character in pattern for character in "*?["):
             return []
         matches = sorted(path for path, entry in files.glob(pattern, detail=True).items() if entry["type"] == "file")
+    if unreadable := [path for path in matches if not _is_text(path)]:
+        raise ConfigError(f"{pattern} names a file whose name is not UTF-8: {unreadable[0]!a}", fix="rename that file")
     if not storage.is_remote(pattern):
         return [str(path) for path in matches]
     scheme = pattern.split("://", 1)[0]
     return [path if "://" in path else f"{scheme}://{path}" for path in matches]
 
 
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def unique_files(patterns: Iterable[str]) -> list[str]:
-    """The files that paths and globs name, each once, in name order per pattern."""
-    return list(dict.fromkeys(uri for pattern in patterns for uri in expand(pattern)))
+    """The files that paths and globs name, each once however it is named, in name order per pattern."""
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        for uri in expand(pattern):
+            found.setdefault(_canonical(uri), uri)
+    return list(found.values())
+
+
+def _canonical(uri: str) -> str:
+    """One name for a file that has several: relative and absolute, through links, with `..`."""
+    if storage.is_remote(uri) or uri.startswith(hub.HUB):
+        return uri
+    return os.path.realpath(storage.local_path(uri))
 
 
 def read_records(uri: str, *, max_line_bytes: int, max_file_bytes: int = 2**63) -> Iterator[Record]:
@@ -477,7 +500,7 @@ def _table_rows(block: LineBlock) -> Iterator[tuple[Any, str | None]]:
     """(value, reason) of each row of an Arrow block. Arrow's texts are not checked to be UTF-8 before they are asked for."""
     from pyarrow.ipc import open_stream
 
-    table = open_stream(block.data).read_all()
+    table = _readable(open_stream(block.data).read_all())
     if len(block.data) <= block.max_line_bytes:
         with suppress(UnicodeDecodeError):
             yield from [(row, None) for row in table.to_pylist()]
@@ -493,6 +516,29 @@ def _table_rows(block: LineBlock) -> Iterator[tuple[Any, str | None]]:
             yield None, "invalid_utf8"
 
 
+def _readable(table: Any) -> Any:
+    """The table without the columns that Python has no values for (years beyond 9999, unknown time zones)."""
+    kept = []
+    for name in table.column_names:
+        try:
+            table.column(name).to_pylist()
+        except UnicodeDecodeError:
+            pass
+        except (ValueError, OverflowError, LookupError, ArithmeticError, TypeError):
+            continue
+        kept.append(name)
+    return table if len(kept) == table.num_columns else table.select(kept)
+
+
+def _refuse_doubled_columns(uri: str, names: Sequence[str]) -> None:
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"{uri} has several columns called {', '.join(doubled)}",
+            why="which of them is meant can't be known",
+            fix="write the file again with one column of each name",
+        )
+
+
 def _parquet_batches(uri: str, block_bytes: int) -> Iterator[Any]:
     import pyarrow.parquet
 
@@ -500,6 +546,7 @@ def _parquet_batches(uri: str, block_bytes: int) -> Iterator[Any]:
     try:
         with storage.open_input(uri) as file:
             parquet = pyarrow.parquet.ParquetFile(file)
+            _refuse_doubled_columns(uri, parquet.schema_arrow.names)
             groups = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
             row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
             # Rows of long documents are taken fewer at a time.

@@ -576,6 +576,8 @@ def _taken(name: Dataset, judged: Judged) -> list[str]:
     taken += [f"{gate} dropped {r.count}" for gate, r in judged.gates.items() if r.count and r.action == "drop"]
     if overlap := int(judged.overlap.sum()):
         taken.append(f"{overlap} are held out too")
+    if lines.blank and lines.blank == lines.lines:
+        taken.append(f"all {lines.blank} lines are blank")
     if lines.empty_files:
         taken.append(f"empty: {', '.join(lines.empty_files)}")
     return taken

@@ -66,7 +66,11 @@ def ordinary() -> None:
                 print(f"{verdict}: {hit.label}: {hit.span} | {text[:200]}", file=sys.stderr)
     wrong = found["harmless"] + found["unjudged"]
     print_figure(
-        "toxicity_false_positives_ordinary", [wrong / len(texts)], "share", target=MAX_FALSE_POSITIVES, lower_is_better=True
+        "toxicity_false_positives_ordinary",
+        [wrong / len(texts)],
+        "share",
+        target=MAX_FALSE_POSITIVES,
+        lower_is_better=True,
     )
     print(
         json.dumps(

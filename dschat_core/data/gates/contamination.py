@@ -6,12 +6,12 @@ fewer words than the run has none: "how are you" is no secret.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dschat_core.data.flaws import words
 from dschat_core.data.gates.block import Block, Finding, GateShard
+from dschat_core.data.unicode import nfkc
 
 
 @dataclass(frozen=True)
@@ -58,4 +58,4 @@ def _shared_run(text: str, index: NgramIndex) -> str | None:
 
 
 def _words(text: str) -> list[str]:
-    return words(text if text.isascii() else unicodedata.normalize("NFKC", text))
+    return words(text if text.isascii() else nfkc(text))

@@ -26,6 +26,8 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
+from dschat_core.data.unicode import nfkc
+
 MIN_NEAR_CHARACTERS = 20
 CJK_WIDTH, OTHER_WIDTH = 3, 5
 
@@ -100,10 +102,8 @@ def comparable(text: str) -> str:
         return text.encode().translate(_LOWER, _ASCII_NOT_WORD).decode() or "".join(text.split())
     # In UTF-8 no byte below 128 is part of another character.
     words = text.encode("utf-8", "surrogatepass").translate(_LOWER, _ASCII_NOT_WORD).decode("utf-8", "surrogatepass")
-    folded = unicodedata.normalize("NFKC", _COMMON_MARKS.sub("", words)).casefold()
-    return _NOT_WORD.sub(_letter_marks, folded) or "".join(
-        _INVISIBLE.sub("", unicodedata.normalize("NFKC", text)).casefold().split()
-    )
+    folded = nfkc(_COMMON_MARKS.sub("", words)).casefold()
+    return _NOT_WORD.sub(_letter_marks, folded) or "".join(_INVISIBLE.sub("", nfkc(text)).casefold().split())
 
 
 def _letter_marks(run: re.Match[str]) -> str:

@@ -9,7 +9,6 @@ Swearing at no one ("this fucking bus") is not toxic here, nor is telling of wha
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +18,7 @@ from dschat_core.config import ToxicityGate
 from dschat_core.data.gates.block import Block, Finding, GateShard
 from dschat_core.data.gates.detectors import Detector, Hit
 from dschat_core.data.schemas import row_texts
+from dschat_core.data.unicode import nfkc
 
 
 def toxicity(block: Block, section: ToxicityGate, detector: Detector) -> GateShard:
@@ -42,10 +42,12 @@ def toxicity(block: Block, section: ToxicityGate, detector: Detector) -> GateSha
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Labelled patterns, each with the words (of Chinese: first characters) without which it cannot match."""
+    """Labelled patterns, the words (of Chinese: first characters) without which they cannot match, and lists of words."""
 
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
     by_trigger: dict[str, tuple[int, ...]]
+    lists: dict[str, frozenset[str]]
+    ordered: dict[str, tuple[str, ...]]
 
     def hits(self, text: str, words: Sequence[str]) -> Iterator[tuple[str, re.Match[str]]]:
         """(label, match) of the patterns of which the text has a word."""
@@ -57,6 +59,8 @@ class Lexicon:
 
 
 NEAR_CHARACTERS = 200
+MAX_PIECE_CHARACTERS = 300
+_SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s*")
 _INVISIBLE = re.compile(r"[\u00ad\u034f\u200b-\u200f\u2060-\u2064\ufe0f\ufeff]")
 _WORDS = re.compile(r"[a-z]+(?:'[a-z]+)*")
 _HAN = re.compile(r"[\u3400-\u9fff]")
@@ -70,179 +74,6 @@ _MASKED = re.compile(r"(?<![a-z@$0-9])[a-z@$0-9]{0,20}[*#@$!_%0-9][a-z*#@$!_%0-9
 _LEET = str.maketrans("@4301!5$7", "aaeoiisst")
 _BETWEEN_HAN = re.compile(r"(?<=[\u3400-\u9fff])[ .·*_|/\\~-]+(?=[\u3400-\u9fff])")
 _SENTENCE = re.compile(r"[^.!?;]+")
-# Names that are nothing but abuse, and who they may be said of.
-_AIMED = frozenset(
-    [
-        "idiot",
-        "idiots",
-        "moron",
-        "morons",
-        "imbecile",
-        "imbeciles",
-        "retard",
-        "retards",
-        "dumbass",
-        "dumbasses",
-        "dumbfuck",
-        "dipshit",
-        "dipshits",
-        "asshole",
-        "assholes",
-        "arsehole",
-        "bitch",
-        "bitches",
-        "cunt",
-        "cunts",
-        "whore",
-        "whores",
-        "slut",
-        "sluts",
-        "skank",
-        "dickhead",
-        "dickheads",
-        "twat",
-        "wanker",
-        "scumbag",
-        "scumbags",
-        "douchebag",
-        "motherfucker",
-        "motherfuckers",
-        "fuckwit",
-        "fuckface",
-        "shithead",
-        "shitheads",
-        "cocksucker",
-        "faggot",
-        "faggots",
-        "cretin",
-        "halfwit",
-        "nitwit",
-        "numbskull",
-        "lowlife",
-        "subhuman",
-        "degenerate",
-        "pathetic",
-        "worthless",
-        "braindead",
-        "brainless",
-    ]
-)
-_SECOND = frozenset(
-    [
-        "you",
-        "your",
-        "yours",
-        "u",
-        "ur",
-        "youre",
-        "you're",
-        "you'll",
-        "you've",
-        "yall",
-        "y'all",
-        "ya",
-        "yourself",
-        "urself",
-    ]
-)
-_OTHERS = frozenset(
-    [
-        "i",
-        "i'm",
-        "im",
-        "i'd",
-        "i'll",
-        "i've",
-        "me",
-        "my",
-        "myself",
-        "he",
-        "he's",
-        "him",
-        "his",
-        "she",
-        "she's",
-        "her",
-        "it",
-        "it's",
-        "its",
-        "they",
-        "they're",
-        "them",
-        "their",
-        "we",
-        "we're",
-        "us",
-        "our",
-        "this",
-        "that",
-        "that's",
-        "these",
-        "those",
-        "who",
-        "who's",
-        "someone",
-        "everyone",
-        "people",
-        "guy",
-        "girl",
-        "man",
-        "woman",
-        "what",
-        "is",
-        "was",
-        "are",
-        "were",
-        "like",
-        "feel",
-        "feeling",
-        "some",
-        "a",
-        "bunch",
-        "being",
-        "when",
-        "if",
-        "the",
-        "and",
-        "because",
-        "any",
-        "every",
-        "other",
-        "another",
-    ]
-) - {"a", "the", "are", "bunch"}
-_NOT = frozenset(
-    [
-        "not",
-        "never",
-        "no",
-        "isn't",
-        "aren't",
-        "don't",
-        "ain't",
-        "n't",
-        "than",
-        "can",
-        "cannot",
-        "can't",
-        "how",
-        "why",
-        "know",
-        "think",
-        "see",
-        "saw",
-        "with",
-        "about",
-    ]
-)
-# What may hide behind stars, most likely first.
-_MASKABLE = (
-    "fuck", "fucking", "fucker", "fuckers", "fucked", "motherfucker", "shit", "shithead", "bitch", "bitches", "cunt", "cunts",
-    "whore", "whores", "slut", "sluts", "nigger", "niggers", "nigga", "niggas", "faggot", "faggots", "fag", "fags", "retard",
-    "retards", "retarded", "asshole", "assholes", "dick", "dickhead", "bastard", "bastards", "cock", "pussy", "tits", "kill",
-    "die", "rape", "raped", "stupid", "idiot", "idiots", "moron", "dumbass", "chink", "chinks", "kike", "kikes", "spic",
-    "spics", "paki", "pakis", "sex", "crap", "scum", "tranny", "trannies", "dyke", "wanker", "twat", "prick", "scum", "nudes", "murder", "suicide", "ass", "stfu",
-)  # fmt: skip
 
 # Somebody else's words, told; or words about a word.
 _REPORTED = re.compile(
@@ -294,13 +125,26 @@ def lexicon_hits(texts: Sequence[str]) -> list[Hit | None]:
 
 
 def _first_hit(text: str) -> Hit | None:
+    return next((hit for piece in _pieces(text) if (hit := _hit(piece)) is not None), None)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Lines, and of long lines sentences: what is said in one has nothing to do with another, and costs less apart."""
+    for line in text.split("\n"):
+        if len(line) <= MAX_PIECE_CHARACTERS:
+            yield line
+        else:
+            yield from _SENTENCE_END.split(line)
+
+
+def _hit(text: str) -> Hit | None:
     english, chinese = _lexicon("lexicon_en.tsv"), _lexicon("lexicon_zh.tsv")
     is_ascii = text.isascii()
-    folded = text.lower() if is_ascii else _INVISIBLE.sub("", unicodedata.normalize("NFKC", text)).casefold()
+    folded = text.lower() if is_ascii else _INVISIBLE.sub("", nfkc(text)).casefold()
     folded = " ".join(folded.replace("’", "'").split())
     for view in _views(folded):
         words = _WORDS.findall(view)
-        if not _AIMED.isdisjoint(words) and (hit := _aimed_hit(view)):
+        if not english.lists["aimed"].isdisjoint(words) and (hit := _aimed_hit(view, english.lists)):
             return hit
         if not english.by_trigger.keys().isdisjoint(words):
             for label, match in english.hits(view, words):
@@ -316,18 +160,21 @@ def _first_hit(text: str) -> Hit | None:
     return None
 
 
-def _aimed_hit(text: str) -> Hit | None:
-    """A name that is called with the person spoken to as the nearest person before it, or with no other around."""
+def _aimed_hit(text: str, lists: dict[str, frozenset[str]]) -> Hit | None:
+    """A name that is nothing but abuse, with the person spoken to as the nearest person before it."""
     for sentence in _SENTENCE.finditer(text):
         words = [(match.group(), match) for match in _WORDS.finditer(text, sentence.start(), sentence.end())]
         for place, (word, match) in enumerate(words):
-            if word not in _AIMED:
+            if word not in lists["aimed"]:
                 continue
             before = [said for said, _ in words[max(0, place - 7) : place]]
-            person = next(
-                (i for i in range(len(before) - 1, -1, -1) if before[i] in _SECOND or before[i] in _OTHERS), None
+            persons = [i for i, said in enumerate(before) if said in lists["second"] or said in lists["others"]]
+            person = persons[-1] if persons else None
+            aimed = (
+                person is not None
+                and before[person] in lists["second"]
+                and lists["apart"].isdisjoint(before[person + 1 :])
             )
-            aimed = person is not None and before[person] in _SECOND and _NOT.isdisjoint(before[person + 1 :])
             if aimed and not _excused(text, match, "insult"):
                 return Hit(match.group(), "insult", 1.0)
     return None
@@ -345,6 +192,12 @@ def _views(folded: str) -> Iterator[str]:
             yield twice
 
 
+@lru_cache(maxsize=1)
+def _maskable() -> tuple[str, ...]:
+    """What may hide behind stars, most likely first."""
+    return _lexicon("lexicon_en.tsv").ordered["masked"]
+
+
 @lru_cache(maxsize=4096)
 def _unmasked(word: str) -> str:
     """`f*ck` → fuck, `1d10t` → idiot; a word that is neither stays as it is."""
@@ -352,7 +205,7 @@ def _unmasked(word: str) -> str:
     if plain.isalpha():
         return plain if any(character.isalpha() for character in word) else word
     pattern = re.compile(re.sub(r"[*#_%!]+", lambda run: f"[a-z]{{1,{len(run.group()) + 1}}}", plain))
-    return next((known for known in _MASKABLE if pattern.fullmatch(known)), word)
+    return next((known for known in _maskable() if pattern.fullmatch(known)), word)
 
 
 def _excused(text: str, match: re.Match[str], label: str) -> bool:
@@ -419,4 +272,9 @@ def _lexicon(name: str) -> Lexicon:
                 by_trigger[trigger].append(len(patterns))
         bounded = pattern if is_chinese else rf"(?<![a-z])(?:{pattern})(?![a-z])"
         patterns.append((label, re.compile(bounded)))
-    return Lexicon(tuple(patterns), {trigger: tuple(indices) for trigger, indices in by_trigger.items()})
+    return Lexicon(
+        tuple(patterns),
+        {trigger: tuple(indices) for trigger, indices in by_trigger.items()},
+        {listed: frozenset(words.split("|")) for listed, words in defined.items()},
+        {listed: tuple(words.split("|")) for listed, words in defined.items()},
+    )

@@ -26,6 +26,7 @@ from dschat_core.data.reading import (
     parse_block,
     read_blocks,
     read_records,
+    unique_files,
 )
 from dschat_core.errors import ConfigError
 
@@ -404,3 +405,42 @@ def test_a_json_file_that_is_one_array_says_how_to_turn_it_into_lines(tmp_path: 
     assert "jq -c" in caught.value.fix
     (tmp_path / "lines.json").write_bytes(b'{"text": "a"}\n[1]\n')
     assert [r.reason for r in read_records(str(tmp_path / "lines.json"), max_line_bytes=1000)] == [None, "json_array"]
+
+
+def test_a_column_that_python_has_no_values_for_is_left_out(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = {"input": ["a one", "b two"], "output": ["yes", "no"]}
+    for odd in (
+        pa.array([2**62] * 2).view(pa.timestamp("us")),
+        pa.array([2**31 - 1] * 2, pa.int32()).view(pa.date32()),
+    ):
+        path = tmp_path / "odd.parquet"
+        pq.write_table(pa.table({**texts, "odd": odd}), path)
+        assert [r.value for r in read_records(str(path), max_line_bytes=10_000)] == [
+            {"input": "a one", "output": "yes"},
+            {"input": "b two", "output": "no"},
+        ]
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 3, names=["input", "output", "input"]), path)
+    with pytest.raises(ConfigError, match="several columns called input"):
+        list(read_records(str(path), max_line_bytes=10_000))
+
+
+def test_a_file_is_read_once_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{}")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    names = ("a.jsonl", "./a.jsonl", str(tmp_path / "a.jsonl"), "*.jsonl", f"file://{tmp_path}/a.jsonl")
+    assert unique_files(names) == ["a.jsonl"]
+    sources = DataConfig(text=DataSource(train=("*.jsonl",), heldout=("./a.jsonl",)))
+    assert input_files(sources) == {"text": [("./a.jsonl", "heldout")]}
+
+
+def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    import os
+
+    with open(os.fsencode(tmp_path) + b"/\xff.jsonl", "wb") as file:
+        file.write(b"{}")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        unique_files([str(tmp_path / "*.jsonl")])
