@@ -170,11 +170,12 @@ def _aimed_hit(text: str, lists: dict[str, frozenset[str]]) -> Hit | None:
             before = [said for said, _ in words[max(0, place - 7) : place]]
             persons = [i for i, said in enumerate(before) if said in lists["second"] or said in lists["others"]]
             person = persons[-1] if persons else None
-            aimed = (
-                person is not None
-                and before[person] in lists["second"]
-                and lists["apart"].isdisjoint(before[person + 1 :])
-            )
+            if person is None:
+                # Called out with no person before it: "only an idiot would write what you wrote".
+                after = [said for said, _ in words[place + 1 : place + 9]]
+                aimed = not lists["second"].isdisjoint(after) and lists["apart"].isdisjoint(before)
+            else:
+                aimed = before[person] in lists["second"] and lists["apart"].isdisjoint(before[person + 1 :])
             if aimed and not _excused(text, match, "insult"):
                 return Hit(match.group(), "insult", 1.0)
     return None
