@@ -157,3 +157,11 @@ def test_some_of_the_chinese_is_traditional_in_every_kind() -> None:
     traditional = [row for row in chinese if TRADITIONAL & set(row["text"])]
     assert 0.10 <= len(traditional) / len(chinese) <= 0.20
     assert {row["kind"] for row in traditional} == set(KINDS)
+
+
+def test_no_line_of_it_is_in_a_set_that_the_lexicon_was_widened_on() -> None:
+    here = Path(__file__).parent
+    held_out = {row["text"].strip() for row in ROWS}
+    for name in ("toxicity_dev_en", "toxicity_dev_zh", "toxicity_cases"):
+        lines = (here / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert not held_out & {json.loads(line)["text"].strip() for line in lines}, name
